@@ -12,7 +12,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """Folder of real evaluation data and reference vectors, laid beside the checkout; tests that need it skip without."""
+    """Real evaluation data and reference vectors, laid beside the checkout; tests that need it skip without."""
     root = Path(os.environ.get("COMPRESS_SHARED", Path(__file__).resolve().parents[2] / "shared")) / "data"
     if not root.is_dir():
         pytest.skip(f"reference data not found at {root}; set COMPRESS_SHARED")

@@ -1,0 +1,179 @@
+"""One decoder block through calibration and quantization: input statistics, solve, install, pack."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from compressor.errors import CompressError, UsageError
+from compressor.formats import Format
+from compressor.models import LinearGroup
+from compressor.models.skeleton import emulate_activations
+from compressor.quantize import LayerResult, quantize_shared
+
+
+class _InputsSeen(Exception):
+    """Ends a block's forward once its last quantized input has been seen: the rest would be thrown away."""
+
+
+@contextmanager
+def _bf16_products() -> Iterator[None]:
+    """float32 matmuls multiply in bf16, accumulate in float32: exact for operands that came from bf16, and faster."""
+    previous = torch.backends.mkldnn.matmul.fp32_precision
+    torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        torch.backends.mkldnn.matmul.fp32_precision = previous
+
+
+@dataclass
+class InputStatistics:
+    """What quantization needs to know of one group's input.
+
+    hessian: XᵀX / tokens, float32 [in, in] (the 2 of the GPTQ paper cancels); None when no method needs it.
+    amax: largest magnitude seen. tokens: rows of X.
+    """
+
+    hessian: torch.Tensor | None
+    amax: float = 0.0
+    tokens: int = 0
+
+    def add(self, x: torch.Tensor) -> None:
+        x = x.reshape(-1, x.shape[-1])
+        self.amax = max(self.amax, x.abs().max().item())
+        self.tokens += x.shape[0]
+        if self.hessian is not None:
+            wide = x.float()
+            if x.dtype == torch.bfloat16:
+                with _bf16_products():
+                    self.hessian.addmm_(wide.T, wide)
+            else:
+                self.hessian.addmm_(wide.T, wide)
+
+
+def collect(
+    layer: nn.Module,
+    groups: Sequence[LinearGroup],
+    batches: Iterable[torch.Tensor],
+    forward: Callable[[torch.Tensor], object],
+    *,
+    hessians: bool,
+) -> dict[LinearGroup, InputStatistics]:
+    """Run the calibration rows through `layer` and gather the statistics of every group's input.
+
+    Args:
+        layer: the block, full precision.
+        groups: in order of execution.
+        batches: hidden states [rows, length, hidden] that enter the block.
+        forward: runs one batch through the layer; it is cut short at the last group's input.
+        hessians: also accumulate XᵀX.
+
+    Raises CompressError for an input that is not finite, naming the linear.
+    """
+    statistics: dict[LinearGroup, InputStatistics] = {}
+    hooks = []
+    for group in groups:
+        linear = layer.get_submodule(group.names[0])
+        size = linear.in_features
+        entry = InputStatistics(torch.zeros(size, size) if hessians else None)
+        statistics[group] = entry
+
+        def hook(module, args, entry=entry, last=group is groups[-1]):
+            entry.add(args[0])
+            if last:
+                raise _InputsSeen
+
+        hooks.append(linear.register_forward_pre_hook(hook))
+    try:
+        for hidden in batches:
+            with suppress(_InputsSeen):
+                forward(hidden)
+    finally:
+        for handle in hooks:
+            handle.remove()
+    for group, entry in statistics.items():
+        if not math.isfinite(entry.amax):
+            raise CompressError(
+                f"{group.names[0]}: calibration input is not finite; check the source's weights and dtype"
+            )
+        if entry.hessian is not None:
+            entry.hessian /= max(entry.tokens, 1)
+    return statistics
+
+
+@dataclass
+class QuantizedLayer:
+    """One linear of a finished block."""
+
+    name: str
+    shape: tuple[int, int]  # [out, in]
+    original_itemsize: int
+    result: LayerResult
+
+
+def selected(groups: Sequence[LinearGroup], prefix: str, ignored: Callable[[str], bool]) -> tuple[LinearGroup, ...]:
+    """The groups of a block that are quantized.
+
+    Raises UsageError where only some parts of an engine-fused matrix are ignored: engines could not load the rest.
+    """
+    chosen = []
+    for group in groups:
+        left_out = [name for name in group.names if ignored(prefix + name)]
+        if left_out and group.fused_as and len(left_out) < len(group.names):
+            raise UsageError(
+                f"quantization.ignore: {prefix}{left_out[0]} is one part of the fused {group.fused_as}; "
+                f"ignore all of {', '.join(group.names)} or none"
+            )
+        names = tuple(name for name in group.names if name not in left_out)
+        if names:
+            chosen.append(LinearGroup(names, group.fused_as))
+    return tuple(chosen)
+
+
+def quantize(
+    layer: nn.Module,
+    prefix: str,
+    groups: Sequence[LinearGroup],
+    statistics: dict[LinearGroup, InputStatistics],
+    fmt: Format,
+    settings,
+    advance: Callable[[], None],
+) -> list[QuantizedLayer]:
+    """Quantize the linears of `groups` in place: their weights become what a decoder reads from the packed tensors.
+
+    Args:
+        statistics: from `collect`; empty where the method needs no data.
+        settings: recipe.Quantization.
+        advance: called after each group, for the progress bar.
+    """
+    finished = []
+    for group in groups:
+        linears = [layer.get_submodule(name) for name in group.names]
+        seen = statistics.get(group)
+        results = quantize_shared(
+            [linear.weight for linear in linears],
+            fmt,
+            names=[prefix + name for name in group.names],
+            method=settings.method,
+            hessian=seen.hessian if seen else None,
+            search=settings.scale_search,
+            damping=settings.damping,
+            order=settings.order,
+            block_size=settings.block_size,
+        )
+        for name, linear, result in zip(group.names, linears, results, strict=True):
+            linear.weight = nn.Parameter(fmt.decode(result.tensors).to(linear.weight.dtype), requires_grad=False)
+            if settings.activations == "4bit":
+                assert seen is not None
+                input_scale = fmt.input_global_scale(seen.amax)
+                if input_scale is not None:
+                    result.tensors["input_global_scale"] = input_scale
+                emulate_activations(linear, fmt, input_scale)
+            shape = (linear.out_features, linear.in_features)
+            finished.append(QuantizedLayer(prefix + name, shape, linear.weight.element_size(), result))
+        advance()
+    return finished

@@ -1,0 +1,51 @@
+"""Dense weights by their original names, from a plain or a packed checkpoint."""
+
+import json
+from pathlib import Path
+
+import torch
+
+from compressor.checkpoint.reader import ShardReader, check_finite
+from compressor.formats.config import format_from_config
+
+
+class Weights:
+    """Reads a checkpoint folder tensor by tensor; compressed-tensors layers come out decoded.
+
+    Args:
+        folder: config.json and safetensors shards.
+
+    `packed` maps each quantized layer's name to its on-disk suffixes (``weight_packed``, ``weight_scale`` …).
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = Path(folder)
+        self.reader = ShardReader(self.folder)
+        quantization = json.loads((self.folder / "config.json").read_text()).get("quantization_config")
+        self.format, self.quantized_activations, self.packed = None, False, {}
+        if quantization is not None:
+            self.format, self.quantized_activations, _ = format_from_config(quantization)
+            keys = self.reader.keys()
+            layers = [k.removesuffix(".weight_packed") for k in keys if k.endswith(".weight_packed")]
+            suffixes: dict[str, list[str]] = {layer: [] for layer in layers}
+            for key in keys:
+                layer, _, suffix = key.rpartition(".")
+                if layer in suffixes and suffix != "bias":
+                    suffixes[layer].append(suffix)
+            self.packed = suffixes
+
+    def layer_tensors(self, layer: str) -> dict[str, torch.Tensor]:
+        """On-disk tensors of one packed layer, by suffix."""
+        return {suffix: self.reader.get(f"{layer}.{suffix}") for suffix in self.packed[layer]}
+
+    def get(self, name: str) -> torch.Tensor:
+        """The dense tensor `name` in its stored dtype (float32 when it had to be decoded).
+
+        Raises CompressError for a missing tensor, and for NaN or Inf in one, naming file and tensor.
+        """
+        layer, _, leaf = name.rpartition(".")
+        if leaf == "weight" and layer in self.packed:
+            return self.format.decode(self.layer_tensors(layer))
+        tensor = self.reader.get(name)
+        check_finite(name, tensor, self.reader.file_of(name))
+        return tensor

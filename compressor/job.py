@@ -1,0 +1,141 @@
+"""A work folder with a manifest, so that a run that was killed goes on where it stopped.
+
+Every stage and every block is recorded only after its files are complete, and the manifest is replaced atomically: at
+any moment the folder describes work that is really there. A changed recipe, source or library version refuses to
+resume, because the result would be neither the old run's nor the new one's.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+from datetime import UTC, datetime
+from pathlib import Path
+
+from compressor.errors import CompressError, UsageError
+from compressor.recipe import Recipe
+
+MANIFEST = "job.json"
+
+
+class Job:
+    """The work folder of one run.
+
+    Args:
+        work: folder for intermediate files; created if missing.
+        recipe: what the run is to do.
+        environment: versions and thread count that the bytes of the result depend on.
+        resume: continue what the folder holds instead of refusing it.
+
+    Raises UsageError for a folder that holds something else, an unfinished run without `resume`, or changed settings;
+    CompressError for a folder in use by another process or a damaged manifest.
+    """
+
+    def __init__(self, work: Path, recipe: Recipe, environment: dict, *, resume: bool):
+        self.work = Path(work)
+        self.work.mkdir(parents=True, exist_ok=True)
+        self._lock = self._take_lock()
+        path = self.work / MANIFEST
+        if path.exists():
+            if not resume:
+                raise UsageError(
+                    f"{self.work}: holds an unfinished run; add --resume to continue it or remove the folder"
+                )
+            self.manifest = self._read(path)
+            self._refuse_changes(recipe, environment)
+        else:
+            strangers = [p.name for p in self.work.iterdir() if p.name not in ("lock", MANIFEST + ".tmp")]
+            if strangers:
+                raise UsageError(
+                    f"{self.work}: not empty and not a work folder ({strangers[0]}); choose another --work"
+                )
+            self.manifest = {
+                "version": 1,
+                "created": datetime.now(UTC).isoformat(timespec="seconds"),
+                "recipe": recipe.model_dump(mode="json"),
+                "environment": environment,
+                "stages": {},
+                "blocks": {},
+            }
+            self._save()
+
+    def _take_lock(self):
+        lock = open(self.work / "lock", "w")  # noqa: SIM115 - held until the process ends
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CompressError(f"{self.work}: in use by another run; wait for it or choose another --work") from None
+        return lock
+
+    def close(self) -> None:
+        self._lock.close()
+
+    @staticmethod
+    def _read(path: Path) -> dict:
+        try:
+            manifest = json.loads(path.read_text())
+            manifest["recipe"], manifest["environment"], manifest["stages"], manifest["blocks"]
+        except (ValueError, KeyError, TypeError):
+            raise CompressError(f"{path}: damaged manifest; remove the work folder and start again") from None
+        return manifest
+
+    def _refuse_changes(self, recipe: Recipe, environment: dict) -> None:
+        changes = recipe.diff(self.manifest["recipe"])
+        recorded = self.manifest["environment"]
+        changes += [
+            f"{key}: {recorded.get(key)} → {environment.get(key)}"
+            for key in sorted(recorded.keys() | environment.keys())
+            if recorded.get(key) != environment.get(key)
+        ]
+        if changes:
+            raise UsageError(f"{self.work}: cannot resume, changed since it started: {'; '.join(changes)}")
+
+    def _save(self) -> None:
+        temporary = self.work / (MANIFEST + ".tmp")
+        with open(temporary, "w") as file:
+            json.dump(self.manifest, file, indent=1, ensure_ascii=False)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, self.work / MANIFEST)
+
+    @property
+    def created(self) -> str:
+        return self.manifest["created"]
+
+    def stage(self, name: str) -> dict | None:
+        """What stage `name` recorded, or None if it has not finished."""
+        return self.manifest["stages"].get(name)
+
+    def finish(self, name: str, record: dict) -> dict:
+        """Record stage `name` as finished. `record` must be JSON."""
+        self.manifest["stages"][name] = record
+        self._save()
+        return record
+
+    def path(self, name: str) -> Path:
+        return self.work / name
+
+    def block_file(self, index: int) -> Path:
+        return self.work / f"block-{index:05d}.safetensors"
+
+    def block(self, index: int) -> dict | None:
+        """What block `index` recorded, or None. Raises CompressError if its file is no longer what was recorded."""
+        record = self.manifest["blocks"].get(str(index))
+        if record is not None:
+            file = self.block_file(index)
+            if not file.exists() or digest(file) != record["sha256"]:
+                raise CompressError(
+                    f"{file}: missing or changed since it was written; remove the work folder and start again"
+                )
+        return record
+
+    def finish_block(self, index: int, record: dict) -> None:
+        """Record block `index`, whose file is complete, as finished."""
+        self.manifest["blocks"][str(index)] = {**record, "sha256": digest(self.block_file(index))}
+        self._save()
+
+
+def digest(path: Path) -> str:
+    """sha256 of a file, hex."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,70 @@
+"""The transformers class of a config, with parameters on the meta device and every buffer real."""
+
+import json
+from pathlib import Path
+
+import torch
+from accelerate import init_empty_weights
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from compressor.errors import CompressError
+from compressor.formats import Format
+
+
+def read_config(folder: Path) -> tuple[PreTrainedConfig, dict | None]:
+    """(transformers config, `quantization_config` or None) of a checkpoint folder.
+
+    The quantization entry is taken out so that the dense class is built: packed layers are our own.
+    Raises CompressError naming the file for a missing or unreadable config.json.
+    """
+    path = Path(folder) / "config.json"
+    try:
+        raw = json.loads(path.read_text())
+        quantization = raw.pop("quantization_config", None)
+        model_type = raw.pop("model_type")
+        config = AutoConfig.for_model(model_type, **raw)
+    except FileNotFoundError:
+        raise CompressError(
+            f"{path}: not found; a checkpoint folder holds config.json beside its safetensors"
+        ) from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CompressError(f"{path}: not a usable model config ({' '.join(str(error).split())[:160]})") from None
+    return config, quantization
+
+
+def build(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The causal-LM class of `config` in `dtype`: parameters on meta, buffers (rotary tables and such) real."""
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return model.eval().requires_grad_(False)
+
+
+def fill(module: nn.Module, prefix: str, get, dtype: torch.dtype) -> None:
+    """Give every parameter and persistent buffer of `module` its tensor `get(prefix + name)`, cast to `dtype`.
+
+    Raises CompressError naming a tensor whose shape is not what the config says.
+    """
+    state = {}
+    for name, empty in module.state_dict().items():
+        tensor = get(prefix + name)
+        if tensor.shape != empty.shape:
+            raise CompressError(
+                f"tensor '{prefix}{name}' has shape {list(tensor.shape)}, the config asks for {list(empty.shape)}"
+            )
+        state[name] = tensor.to(dtype) if tensor.is_floating_point() else tensor
+    module.load_state_dict(state, assign=True)
+    module.requires_grad_(False)
+
+
+def release(module: nn.Module) -> None:
+    """Put the parameters of `module` back on the meta device, freeing their memory."""
+    module.load_state_dict({k: torch.empty_like(v, device="meta") for k, v in module.state_dict().items()}, assign=True)
+
+
+def emulate_activations(linear: nn.Module, fmt: Format, input_global_scale: torch.Tensor | None) -> RemovableHandle:
+    """Round the inputs of `linear` as a W4A4 engine would, until the returned handle is removed."""
+    return linear.register_forward_pre_hook(
+        lambda module, args: (fmt.fake_quantize_activation(args[0], input_global_scale).to(args[0].dtype),)
+    )

@@ -1,0 +1,351 @@
+"""The main job, stage by stage: source → calibration → baseline → quantize → measure → bundle."""
+
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from compressor import blocks, calibration, evals, formats, models, record
+from compressor.activations import Activations
+from compressor.bundle import api as bundle_api
+from compressor.bundle import signing
+from compressor.checkpoint import reader, source, writer
+from compressor.checkpoint.inventory import Inventory
+from compressor.checkpoint.weights import Weights
+from compressor.decode import engine
+from compressor.decode.law import Law
+from compressor.decode.runner import Runner
+from compressor.errors import CompressError, UsageError
+from compressor.evals import prompts as evaluation_prompts
+from compressor.job import Job, digest
+from compressor.measure import acceptance, quality
+from compressor.models.skeleton import read_config
+from compressor.models.stream import BlockStream
+from compressor.proposers.ngram import NgramProposer
+from compressor.recipe import Recipe
+from compressor.ui import UI
+
+OUTSIDE = "outside.safetensors"  # embeddings, norms, head and whatever no block owns
+
+
+@dataclass
+class Run:
+    """Everything the stages share. Each records its result through `job`, so that a resumed run can skip it."""
+
+    recipe: Recipe
+    job: Job
+    ui: UI
+    source: source.ResolvedSource
+    fmt: formats.Format
+
+    @cached_property
+    def config(self):
+        config, quantization = read_config(self.source.folder)
+        if quantization is not None:
+            method = quantization.get("quant_method", "unknown")
+            path = self.source.folder / "config.json"
+            raise CompressError(f"{path}: the source is already quantized ({method}); start from full precision")
+        return config
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the weights that stay unquantized, and of calibration."""
+        return getattr(torch, self.recipe.source.dtype)
+
+    @cached_property
+    def family(self) -> models.Family:
+        return models.get(self.config.model_type)
+
+    @cached_property
+    def inventory(self) -> Inventory:
+        return Inventory.read(self.source.folder)
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        try:
+            return AutoTokenizer.from_pretrained(self.source.folder)
+        except (OSError, ValueError) as error:
+            raise CompressError(
+                f"{self.source.folder}: no usable tokenizer ({' '.join(str(error).split())[:160]})"
+            ) from None
+
+    @cached_property
+    def target(self) -> torch.nn.Module:
+        """The full-precision target, its weights mapped from the source's files rather than copied."""
+        return engine.load(self.source.folder, dtype=self.dtype)
+
+    def release_target(self) -> None:
+        self.__dict__.pop("target", None)
+
+    @cached_property
+    def block_groups(self) -> list[tuple[models.LinearGroup, ...]]:
+        """Per block, the groups that are quantized."""
+        return [
+            blocks.selected(
+                self.family.linear_groups(self.config, i), self.family.block(i), self.recipe.quantization.ignores
+            )
+            for i in range(self.config.num_hidden_layers)
+        ]
+
+    @property
+    def needs_data(self) -> bool:
+        settings = self.recipe.quantization
+        return settings.method == "gptq" or settings.activations == "4bit"
+
+
+def run(
+    recipe: Recipe, *, out: Path, work: Path, ui: UI, resume: bool = False, offline: bool = False
+) -> bundle_api.Bundle:
+    """Do what the recipe says and return the finished, signed and verified bundle at `out`.
+
+    Nothing appears at `out` before the bundle is complete. Work in progress is in `work`, which is removed at the end;
+    after an interruption `resume` continues it. Raises CompressError or UsageError with a one-line message.
+    """
+    out, work = Path(out), Path(work)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UsageError(f"{out}: exists already; choose another --out or remove it")
+    if recipe.run.threads:
+        torch.set_num_threads(recipe.run.threads)
+    fmt = formats.get(recipe.quantization.format)
+    private_key, public_key = signing.resolve_keys(recipe.bundle.private_key)
+    job = Job(work, recipe, record.environment(), resume=resume)
+    try:
+        ui.stage("source")
+        resolved = source.resolve(
+            recipe.source.uri,
+            revision=recipe.source.revision,
+            sha256=recipe.source.sha256,
+            dtype=recipe.source.dtype,
+            offline=offline,
+            progress=ui.note,
+        )
+        state = Run(recipe, job, ui, resolved, fmt)
+        check_source(state)
+        calibrate(state)
+        baseline(state)
+        state.release_target()
+        quantize(state)
+        staging = stage_bundle(state, out)
+        try:
+            measure(state, staging)
+            bundle = record.finish_bundle(state, staging, out, private_key, public_key)
+        except BaseException:
+            shutil.rmtree(staging, ignore_errors=True)
+            raise
+    finally:
+        job.close()
+    shutil.rmtree(work)
+    return bundle
+
+
+def check_source(state: Run) -> None:
+    """Refuse, before any work is done, a source that could not be finished."""
+    files = state.source.files
+    recorded = state.job.stage("source")
+    if recorded and recorded["files"] != files:
+        changed = sorted(k for k in recorded["files"].keys() | files if recorded["files"].get(k) != files.get(k))
+        raise UsageError(f"{state.job.work}: cannot resume, source files changed: {', '.join(changed)}")
+    inventory = state.inventory
+    for index, groups in enumerate(state.block_groups):
+        for group in groups:
+            for name in group.names:
+                key = f"{state.family.block(index)}{name}.weight"
+                if key not in inventory.tensors:
+                    raise CompressError(f"{state.source.folder}: tensor '{key}' is missing from the shards")
+                state.fmt.check(inventory.tensors[key].shape[1], key.removesuffix(".weight"))
+    writer.ensure_space(state.job.work, 2 * inventory.total_bytes)
+    if recorded is None:
+        state.job.finish("source", {"files": files})
+
+
+def calibrate(state: Run) -> None:
+    """Build the calibration rows, once."""
+    if not state.needs_data or state.job.stage("calibration"):
+        return
+    state.ui.stage("calibration")
+    spec = state.recipe.calibration
+    seed = state.recipe.run.seed
+    rows = calibration.build(spec, state.tokenizer, seed=seed, load_model=lambda: state.target, ui=state.ui)
+    writer.save_atomic(state.job.path("calibration.safetensors"), {"ids": rows.ids})
+    state.job.finish("calibration", {"digest": rows.digest, **rows.description})
+
+
+def baseline(state: Run) -> None:
+    """The full-precision row of the passport: evaluation rows and the reference's own acceptance."""
+    if state.job.stage("baseline"):
+        return
+    state.ui.stage("baseline")
+    recipe = state.recipe
+    entry: dict = {}
+    rows = evals.build(
+        recipe.measure.quality, state.tokenizer, seed=recipe.run.seed + 1, load_model=lambda: state.target, ui=state.ui
+    )
+    if rows is not None:
+        writer.save_atomic(state.job.path("evaluation.safetensors"), {"ids": rows.ids})
+        entry["quality"] = {"name": rows.name, "digest": rows.digest}
+    if recipe.proposer.kind != "none":
+        entry["acceptance"] = measure_acceptance(state, state.target, "baseline")
+    state.job.finish("baseline", entry)
+
+
+def measure_acceptance(state: Run, model: torch.nn.Module, target: str) -> dict:
+    """Acceptance of the recipe's proposer against `model` on the evaluation prompts."""
+    recipe = state.recipe
+    settings = recipe.measure.acceptance
+    k = recipe.proposer.num_speculative_tokens
+    proposer = NgramProposer(recipe.proposer.prompt_lookup_min, recipe.proposer.prompt_lookup_max)
+    token_ids = evaluation_prompts.acceptance_prompts(state.tokenizer, settings.prompts)
+    with state.ui.progress(f"acceptance, {target} target", len(token_ids)) as progress:
+        return acceptance.measure(
+            Runner(model, proposer, num_speculative_tokens=k),
+            token_ids,
+            task="evaluation prompts",
+            target=target,
+            k=k,
+            max_new_tokens=settings.max_new_tokens,
+            law=Law(settings.temperature, settings.top_k, settings.top_p),
+            seed=recipe.run.seed,
+            progress=progress,
+        )
+
+
+def quantize(state: Run) -> None:
+    """Every block: calibrate, quantize, pack, save; then whatever lies outside the blocks."""
+    state.ui.stage("quantize")
+    job, total = state.job, state.config.num_hidden_layers
+    done = 0
+    while done < total and job.block(done) is not None:
+        done += 1
+    if done == total and job.stage("outside"):
+        return
+    stream = BlockStream(Weights(state.source.folder), state.config, state.dtype)
+    if done < total:
+        flow = start_activations(state, stream, done) if state.needs_data else None
+        with state.ui.progress("quantize", sum(len(groups) for groups in state.block_groups[done:])) as progress:
+            for index in range(done, total):
+                quantize_block(state, stream, index, flow, progress.advance)
+        if flow:
+            flow.remove()
+    if not job.stage("outside"):
+        job.finish("outside", save_outside(state))
+
+
+def start_activations(state: Run, stream: BlockStream, index: int) -> Activations:
+    """Calibration hidden states entering block `index`: embedded anew, or as the last finished block left them."""
+    with safe_open(state.job.path("calibration.safetensors"), "pt") as file:
+        ids = file.get_tensor("ids")
+    width = stream.config.hidden_size
+    budget = state.recipe.run.activation_budget_bytes
+    flow = Activations(state.job.work, (*ids.shape, width), state.dtype, budget)
+    size = state.recipe.calibration.batch_size
+    if index == 0:
+        flow.start()
+        for first in range(0, len(ids), size):
+            rows = slice(first, first + size)
+            flow.put(rows, stream.embed(ids[rows]))
+        flow.advance()
+    else:
+        stream.embed(ids[:size])  # for the blocks' masks and positions
+        flow.restore(index, state.job.block(index - 1)["activations"])
+    stream.release_embedding()
+    return flow
+
+
+def quantize_block(
+    state: Run, stream: BlockStream, index: int, flow: Activations | None, advance: Callable[[], None]
+) -> None:
+    """Quantize one block, save its tensors, and move the calibration rows through it."""
+    settings, size = state.recipe.quantization, state.recipe.calibration.batch_size
+    groups, prefix = state.block_groups[index], state.family.block(index)
+    with stream.block(index) as layer:
+        statistics = {}
+        if flow and groups:
+            batches = (hidden for _, hidden in flow.batches(size))
+            statistics = blocks.collect(
+                layer, groups, batches, lambda x: stream.run(index, layer, x), hessians=settings.method == "gptq"
+            )
+        finished = blocks.quantize(layer, prefix, groups, statistics, state.fmt, settings, advance)
+        tensors = {
+            f"{entry.name}.{suffix}": tensor for entry in finished for suffix, tensor in entry.result.tensors.items()
+        }
+        replaced = {entry.name + ".weight" for entry in finished}
+        for name, parameter in layer.state_dict().items():
+            if prefix + name not in replaced:
+                tensors[prefix + name] = parameter
+        writer.save_atomic(state.job.block_file(index), tensors)
+        entry = {"layers": [record.layer(layer, state.fmt.name) for layer in finished]}
+        if flow:
+            for rows, hidden in flow.batches(size):
+                flow.put(rows, stream.run(index, layer, hidden))
+            entry["activations"] = flow.advance()
+        state.job.finish_block(index, entry)
+        if flow:
+            flow.discard_previous()
+
+
+def save_outside(state: Run) -> dict:
+    """Copy the tensors no block owns (embeddings, norms, head, MTP modules), checked, in the bundle's dtype."""
+    prefixes = tuple(state.family.block(i) for i in range(state.config.num_hidden_layers))
+    decisions, tensors = [], {}
+    with reader.ShardReader(state.source.folder) as shards:
+        for name in list(shards.keys()):
+            if name.startswith(prefixes):
+                continue
+            tensor = shards.get(name)
+            reader.check_finite(name, tensor, shards.file_of(name))
+            if name == state.family.head + ".weight" and state.config.tie_word_embeddings:
+                if not torch.equal(tensor, shards.get(state.family.embedding + ".weight")):
+                    raise CompressError(
+                        f"{shards.file_of(name)}: '{name}' differs from the embedding although config.json says "
+                        "tie_word_embeddings; correct the config or remove the tensor"
+                    )
+                decisions.append({"what": f"{name} not written", "why": "tied to the embedding, which is saved once"})
+                continue
+            tensors[name] = tensor.to(state.dtype) if tensor.is_floating_point() else tensor
+        writer.save_atomic(state.job.path(OUTSIDE), tensors)
+    return {"decisions": decisions, "tensors": sorted(tensors), "sha256": digest(state.job.path(OUTSIDE))}
+
+
+def stage_bundle(state: Run, out: Path) -> Path:
+    """Assemble shards, config and tokenizer beside `out`; the folder is renamed to `out` when all is done."""
+    state.ui.stage("bundle")
+    staging = out.parent / f".{out.name}.partial"
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    try:
+        parts = [state.job.path(OUTSIDE)]
+        parts += [state.job.block_file(i) for i in range(state.config.num_hidden_layers)]
+        writer.ensure_space(staging, sum(os.path.getsize(part) for part in parts))
+        writer.assemble(parts, staging, max_shard_bytes=state.recipe.bundle.max_shard_bytes)
+        record.write_config(state, staging)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+    return staging
+
+
+def measure(state: Run, staging: Path) -> None:
+    """Quality and acceptance of the quantized target, from the bundle's own files."""
+    if state.job.stage("measure"):
+        return
+    state.ui.stage("measure")
+    entry: dict = {}
+    if state.job.stage("baseline").get("quality"):
+        with safe_open(state.job.path("evaluation.safetensors"), "pt") as file:
+            ids = file.get_tensor("ids")
+        streams = [
+            BlockStream(Weights(folder), state.config, torch.float32) for folder in (state.source.folder, staging)
+        ]
+        with state.ui.progress("quality", len(streams[0]) + 1) as progress:
+            entry["quality"] = quality.compare(*streams, ids, progress=progress)
+    model = engine.load(staging, dtype=state.dtype)
+    entry["kernels"] = record.kernels(model)
+    if state.recipe.proposer.kind != "none":
+        entry["acceptance"] = measure_acceptance(state, model, "quantized")
+    state.job.finish("measure", entry)

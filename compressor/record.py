@@ -1,0 +1,217 @@
+"""From what the stages recorded to the files that describe a bundle: config.json and the passport."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from compressor import bundle
+from compressor.blocks import QuantizedLayer
+from compressor.bundle import environment as machine
+from compressor.bundle import ledger
+from compressor.bundle.api import Bundle
+from compressor.bundle.passport import MEASURED, Passport
+from compressor.formats.config import quantization_config
+
+if TYPE_CHECKING:
+    from compressor.pipeline import Run
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+"""Files of a source that a bundle takes over as they are, beside generation_config.json."""
+
+
+def environment() -> dict:
+    """What the bytes of a run depend on besides its recipe and source; a resumed run must have the same."""
+    captured = machine.capture()
+    return {"python": captured.python, "threads": captured.threads, "cpu": captured.cpu, **captured.packages}
+
+
+def layer(entry: QuantizedLayer, fmt: str) -> dict:
+    """The passport's row for one quantized linear."""
+    tensors, shape = entry.result.tensors, entry.shape
+    return {
+        "name": entry.name,
+        "shape": list(shape),
+        "format": fmt,
+        "error": entry.result.error,
+        "sqnr_db": entry.result.sqnr_db,
+        "packed_bytes": sum(t.nbytes for t in tensors.values()),
+        "original_bytes": shape[0] * shape[1] * entry.original_itemsize,
+        "stats": entry.result.stats,
+    }
+
+
+def ignored(state: Run) -> list[str]:
+    """Every linear the bundle leaves unquantized, by checkpoint name and by the name engines fuse it into."""
+    names = [state.family.head]
+    for index, chosen in enumerate(state.block_groups):
+        kept = {name for group in chosen for name in group.names}
+        for group in state.family.linear_groups(state.config, index):
+            left_out = [state.family.block(index) + name for name in group.names if name not in kept]
+            names += left_out
+            if left_out and group.fused_as:
+                names.append(state.family.block(index) + group.fused_as)
+    for name, entry in state.inventory.tensors.items():
+        module = name.removesuffix(".weight")
+        if any(module.startswith(prefix) for prefix in state.inventory.mtp_modules) and len(entry.shape) == 2:
+            names.append(module)
+    return names
+
+
+def write_config(state: Run, folder: Path) -> None:
+    """config.json with the quantization entry, and the tokenizer and generation files of the source."""
+    source = state.source.folder
+    config = json.loads((source / "config.json").read_text())
+    config.pop("torch_dtype", None)  # the older spelling of dtype
+    config["dtype"] = str(state.dtype).removeprefix("torch.")
+    config["quantization_config"] = quantization_config(
+        state.fmt, activations=state.recipe.quantization.activations == "4bit", ignore=ignored(state)
+    )
+    (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+    for name in (*TOKENIZER_FILES, "generation_config.json"):
+        if (source / name).exists():
+            shutil.copyfile(source / name, folder / name)
+
+
+def kernels(model: torch.nn.Module) -> list[dict]:
+    """What ran each class of linears, from the modules the engine built: one row per (class, kernel, path)."""
+    rows: dict[tuple[str, str, str], dict] = {}
+    for name, module in model.named_modules():
+        path = getattr(module, "path", None)
+        if path is not None:
+            pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
+            key = (pattern, module.kernel, path)
+            rows.setdefault(
+                key, {"layer_pattern": pattern, "kernel": module.kernel, "path": path, "proof": module.proof}
+            )
+    return list(rows.values())
+
+
+def passport(state: Run, folder: Path) -> Passport:
+    """The passport of the bundle whose weights and config are in `folder`."""
+    job, recipe, config = state.job, state.recipe, state.config
+    baseline, measured = job.stage("baseline"), job.stage("measure")
+    calibration = job.stage("calibration")
+    layers = [row for i in range(config.num_hidden_layers) for row in job.block(i)["layers"]]
+    settings, fmt, proposer = recipe.quantization, state.fmt, recipe.proposer
+    law = {key: getattr(recipe.measure.acceptance, key) for key in ("temperature", "top_k", "top_p")}
+    tokenizer = folder / "tokenizer.json"
+    return Passport.make(
+        created=job.created,
+        recipe=recipe.to_dict(),
+        source={
+            "uri": state.source.uri,
+            "kind": state.source.kind,
+            "revision": state.source.revision,
+            "files": state.source.files,
+            "parameters": state.inventory.parameters,
+            "total_bytes": state.inventory.total_bytes,
+            "mtp_modules": state.inventory.mtp_modules,
+            "tied": state.inventory.tied,
+        },
+        target={
+            "architecture": (config.architectures or [type(config).__name__])[0],
+            "model_type": config.model_type,
+            "hidden_size": config.hidden_size,
+            "layers": config.num_hidden_layers,
+            "vocab_size": config.vocab_size,
+            "tokenizer_sha256": bundle.sha256(tokenizer) if tokenizer.exists() else None,
+            "dtype": recipe.source.dtype,
+        },
+        quantization={
+            "format": fmt.name,
+            "compression_format": fmt.compression_format,
+            "bits": fmt.bits,
+            "group_size": fmt.group_size,
+            "bits_per_weight": fmt.bits_per_weight,
+            "activations": settings.activations,
+            "method": settings.method,
+            "settings": settings.model_dump(mode="json", exclude={"format", "activations", "method"}),
+            "calibration": _calibration(calibration) if calibration else None,
+            "layers": layers,
+            "ignored": ignored(state),
+        },
+        proposer={
+            "kind": proposer.kind,
+            "num_speculative_tokens": proposer.num_speculative_tokens if proposer.kind != "none" else 0,
+            "settings": proposer.model_dump(mode="json", exclude={"kind", "num_speculative_tokens"}),
+        },
+        verifier={
+            "rule": "linear chain: accept with min(1, p/q), correct from norm((p - q)+), bonus token",
+            "law": law,
+        },
+        workload={
+            "prompts": recipe.measure.acceptance.prompts if proposer.kind != "none" else 0,
+            "max_new_tokens": recipe.measure.acceptance.max_new_tokens,
+            "seed": recipe.run.seed,
+        },
+        outcomes={
+            "quality": _quality(baseline, measured),
+            "acceptance": [
+                {**stage["acceptance"], "evidence": MEASURED} for stage in (baseline, measured) if "acceptance" in stage
+            ],
+        },
+        ledger=ledger.measure(folder, state.inventory),
+        kernels=measured["kernels"],
+        environment=machine.capture(),
+        decisions=_decisions(state),
+    )
+
+
+def _calibration(record: dict) -> dict:
+    known = {key: record[key] for key in ("digest", "kind", "rows", "length")}
+    return {**known, "details": {key: value for key, value in record.items() if key not in known}}
+
+
+def _quality(baseline: dict, measured: dict) -> list[dict]:
+    if "quality" not in measured:
+        return []
+    result = measured["quality"]
+    return [
+        {
+            "name": baseline["quality"]["name"],
+            "dataset": baseline["quality"]["digest"],
+            "tokens": result["tokens"],
+            "baseline": result["perplexity_reference"],
+            "quantized": result["perplexity"],
+            "kl_nats": max(result["kl_nats"], 0.0),
+            "tv": min(result["tv"], 1.0),
+            "top1_agreement": result["top1_agreement"],
+            "evidence": MEASURED,
+        }
+    ]
+
+
+def _decisions(state: Run) -> list[dict]:
+    decisions = [
+        {"what": "embeddings, norms and lm_head kept in " + state.recipe.source.dtype, "why": "engines read them so"}
+    ]
+    if not state.needs_data:
+        decisions.append({"what": "no calibration", "why": "round-to-nearest of weights uses no data"})
+    return decisions + state.job.stage("outside")["decisions"]
+
+
+def finish_bundle(state: Run, staging: Path, out: Path, private_key: Path, public_key: Path) -> Bundle:
+    """Write passport, report, card and signature, verify the result as a stranger would, and put it at `out`."""
+    bundle.finish(staging, passport(state, staging), private_key)
+    Bundle.open(staging).verify(public_key)
+    if out.exists():
+        out.rmdir()  # empty: checked before the run began
+    os.replace(staging, out)
+    return Bundle.open(out)

@@ -1,0 +1,90 @@
+"""Tiny random checkpoints of every supported family, made through transformers' own classes."""
+
+import json
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+VOCABULARY = 320
+SHAPE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 2,
+}
+CONFIGS = {
+    "llama": lambda **kw: LlamaConfig(**{**SHAPE, "tie_word_embeddings": False, **kw}),
+    "llama-tied": lambda **kw: LlamaConfig(**{**SHAPE, "tie_word_embeddings": True, **kw}),
+    "mistral": lambda **kw: MistralConfig(**{**SHAPE, "sliding_window": 8, **kw}),
+    "qwen2": lambda **kw: Qwen2Config(**{**SHAPE, **kw}),
+    "qwen3": lambda **kw: Qwen3Config(**{**SHAPE, "head_dim": 16, "tie_word_embeddings": True, **kw}),
+    "gemma3": lambda **kw: Gemma3TextConfig(
+        **{
+            **SHAPE,
+            "head_dim": 16,
+            "sliding_window": 8,
+            "query_pre_attn_scalar": 16,
+            "layer_types": ["sliding_attention", "full_attention"],
+            **kw,
+        }
+    ),
+    "phi3": lambda **kw: Phi3Config(**{**SHAPE, **kw}),
+}
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer of 320 entries without merges: any text can be encoded."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: i for i, token in enumerate(["<unk>", "<s>", "</s>", *alphabet])}
+    vocab |= {f"<extra_{i}>": i for i in range(len(vocab), VOCABULARY)}
+    inner = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    from tokenizers import decoders
+
+    inner.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=inner, unk_token="<unk>", bos_token="<s>", eos_token="</s>", pad_token="</s>"
+    )
+    fast.chat_template = (
+        "{% for m in messages %}<s>{{ m['role'] }}\n{{ m['content'] }}</s>\n{% endfor %}"
+        "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
+    )
+    return fast
+
+
+def save(
+    folder: Path, kind: str = "llama", *, dtype=torch.bfloat16, seed: int = 0, shard: str = "60KB", **config
+) -> Path:
+    """Write a random model of `kind` with several shards and a tokenizer into `folder`."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(CONFIGS[kind](**config), dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        if "norm" not in name:  # larger than transformers' initial 0.02, so that logits differ from uniform
+            torch.nn.init.normal_(parameter, std=0.12)
+        elif "gemma" not in kind:
+            torch.nn.init.uniform_(parameter, 0.6, 1.4)
+    model.to(dtype).save_pretrained(folder, max_shard_size=shard)
+    tokenizer().save_pretrained(folder)
+    return Path(folder)
+
+
+def edit_config(folder: Path, **changes) -> None:
+    path = Path(folder) / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
