@@ -171,7 +171,14 @@ def calibrate(state: Run) -> None:
     state.ui.stage("calibration")
     spec = state.recipe.calibration
     seed = state.recipe.run.seed
-    rows = calibration.build(spec, state.tokenizer, seed=seed, load_model=lambda: state.target, ui=state.ui)
+    rows = calibration.build(
+        spec,
+        state.tokenizer,
+        seed=seed,
+        load_model=lambda: state.target,
+        ui=state.ui,
+        vocab_size=state.config.vocab_size,
+    )
     writer.save_atomic(state.job.path("calibration.safetensors"), {"ids": rows.ids})
     state.job.finish("calibration", {"digest": rows.digest, **rows.description})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from pathlib import Path
@@ -50,7 +51,7 @@ def layer(entry: QuantizedLayer, fmt: str) -> dict:
         "shape": list(shape),
         "format": fmt,
         "error": entry.result.error,
-        "sqnr_db": entry.result.sqnr_db,
+        "sqnr_db": entry.result.sqnr_db if math.isfinite(entry.result.sqnr_db) else None,
         "packed_bytes": sum(t.nbytes for t in tensors.values()),
         "original_bytes": shape[0] * shape[1] * entry.original_itemsize,
         "stats": entry.result.stats,
@@ -204,6 +205,7 @@ def _decisions(state: Run) -> list[dict]:
     ]
     if not state.needs_data:
         decisions.append({"what": "no calibration", "why": "round-to-nearest of weights uses no data"})
+    decisions += [{"what": note, "why": "conversion of the source"} for note in state.source.notes]
     return decisions + state.job.stage("outside")["decisions"]
 
 

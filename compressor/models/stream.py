@@ -64,6 +64,11 @@ class BlockStream:
         embedding = self.model.get_input_embeddings()
         if embedding.weight.is_meta:
             skeleton.fill(embedding, self.family.embedding + ".", self.weights.get, self.dtype)
+        hidden = self._record(ids)
+        self._record(ids[:1])  # masks and positions of one row fit any batch, those of several only their own
+        return hidden
+
+    def _record(self, ids: torch.Tensor) -> torch.Tensor:
         self.recorders[-1].stop = True
         try:
             self.model.model(input_ids=ids, use_cache=False)

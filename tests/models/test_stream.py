@@ -18,8 +18,8 @@ def streamed_logits(folder, ids):
     hidden = stream.embed(ids)
     stream.release_embedding()
     for index in range(len(stream)):
-        with stream.block(index) as layer:
-            hidden = stream.run(index, layer, hidden)
+        with stream.block(index) as layer:  # in batches of another size than was embedded
+            hidden = torch.cat([stream.run(index, layer, part) for part in hidden.split(2)])
     with stream.head() as logits:
         return stream, logits(hidden)
 

@@ -1,0 +1,95 @@
+"""`Bundle`: a finished bundle in the hands of its user."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from compressor.bundle import card, report, signing
+from compressor.bundle.passport import FILE_NAME, Passport
+from compressor.bundle.verify import verify
+from compressor.errors import CompressError, UsageError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from compressor.decode.runner import Runner
+
+REPORT, CARD = "report.html", "README.md"
+PROPOSERS = ("ngram", "none")
+WINDOW = ("prompt_lookup_min", "prompt_lookup_max")
+
+
+class Bundle:
+    """A bundle folder and its passport. Opening one checks neither signature nor tensors: that is `verify`."""
+
+    def __init__(self, path: Path, passport: Passport):
+        self.path = path
+        self.passport = passport
+
+    @classmethod
+    def open(cls, path: str | os.PathLike) -> Self:
+        """Raises CompressError naming the file for a folder without a readable passport."""
+        return cls(Path(path), Passport.load(Path(path) / FILE_NAME))
+
+    def verify(self, public_key: str | os.PathLike | None = None) -> None:
+        """Check signature, file set and passport; see `compressor.bundle.verify.verify`.
+
+        Args:
+            public_key: PEM file; this user's own public key by default.
+        """
+        verify(self.path, public_key if public_key is not None else signing.own_public_key())
+
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The bundle's tokenizer. Raises CompressError where transformers cannot make one from the files."""
+        from transformers import AutoTokenizer
+
+        try:
+            return AutoTokenizer.from_pretrained(self.path)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+            raise CompressError(f"{self.path}: no usable tokenizer ({reason})") from None
+
+    def runner(
+        self, proposer: str | None = "ngram", num_speculative_tokens: int = 3, *, kernel: str = "auto"
+    ) -> Runner:
+        """The quantized target, loaded from its packed weights, behind the exact speculative runner.
+
+        Args:
+            proposer: `ngram` (prompt lookup, with the window of the passport), or `none`.
+            num_speculative_tokens: tokens proposed a cycle.
+            kernel: `auto`, or `dequantized` for plain matrices.
+        """
+        import torch
+
+        from compressor.decode import engine
+        from compressor.decode.runner import Runner
+        from compressor.proposers.ngram import NgramProposer
+
+        proposer = proposer or "none"
+        if proposer not in PROPOSERS:
+            raise UsageError(f"proposer '{proposer}' is unknown; one of {', '.join(PROPOSERS)}")
+        model = engine.load(self.path, dtype=getattr(torch, self.passport.target.dtype), kernel=kernel)
+        if proposer == "none":
+            return Runner(model)
+        recorded = self.passport.proposer.settings if self.passport.proposer.kind == "ngram" else {}
+        window = {key: size for key in WINDOW if isinstance(size := recorded.get(key), int)}
+        return Runner(model, NgramProposer(**window), num_speculative_tokens=num_speculative_tokens)
+
+
+def finish(staging: str | os.PathLike, passport: Passport, private_key: str | os.PathLike) -> None:
+    """Write passport.json, report.html and README.md into `staging`, then sign every file in it.
+
+    The first three are the same bytes for the same passport and key; an ECDSA signature never is.
+    Raises CompressError for a key that cannot sign, and for symbolic links in the folder.
+    """
+    staging = Path(staging)
+    texts = {
+        FILE_NAME: passport.to_json(),
+        REPORT: report.render(passport),
+        CARD: card.render(passport, key=signing.signer_fingerprint(private_key)),
+    }
+    for name, text in texts.items():
+        (staging / name).write_text(text, encoding="utf-8", newline="\n")
+    signing.sign(staging, private_key)

@@ -1,0 +1,279 @@
+"""The passport against the files: does it describe the tensors that are really there?
+
+A signature proves who signed, not that what they signed is consistent. Everything here is recomputed from the files;
+expected layouts are written down from the format's specification rather than taken from the encoder.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from compressor import formats
+from compressor.bundle import ledger
+from compressor.bundle.passport import Layer, Passport
+from compressor.checkpoint.inventory import Inventory
+from compressor.checkpoint.reader import INDEX_NAME, ShardReader, check_finite
+from compressor.errors import CompressError
+from compressor.formats.config import format_from_config
+
+CONFIG = "config.json"
+TOKENIZER = "tokenizer.json"
+Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+
+
+def differences(folder: Path, passport: Passport, digests: dict[str, str]) -> list[str]:
+    """Everything in which the passport and the files of `folder` disagree, one short line each; empty when nothing.
+
+    Args:
+        folder: the bundle.
+        passport: what it claims.
+        digests: sha256 (hex) of every file in the folder, by relative name.
+
+    Raises CompressError for shards or a config that cannot be read at all.
+    """
+    config = _read_json(folder / CONFIG)
+    with ShardReader(folder) as reader:
+        return [
+            *_config(config, passport),
+            *_layers(reader, passport),
+            *_unquantized(reader, passport, config),
+            *_numbers(reader, passport),
+            *_index(folder, reader),
+            *_ledger(Inventory.read(folder), passport, digests),
+            *_tokenizer(passport, digests),
+        ]
+
+
+def layout(fmt: formats.Format, shape: tuple[int, int], dtype: torch.dtype, activations: bool) -> Layout:
+    """On-disk tensors of one quantized layer: {suffix: (dtype, shape)}.
+
+    Args:
+        fmt: its number format.
+        shape: (out_features, in_features).
+        dtype: of the model; INT4 scales have it.
+        activations: whether its inputs are quantized to 4 bits too.
+    """
+    rows, columns = shape
+    groups = columns // fmt.group_size
+    if fmt.compression_format == "pack-quantized":
+        tensors: Layout = {
+            "weight_packed": (torch.int32, (rows, _ceil(columns * fmt.bits, 32))),
+            "weight_scale": (dtype, (rows, groups)),
+            "weight_shape": (torch.int64, (2,)),
+        }
+        if not fmt.weights_config()["symmetric"]:
+            tensors["weight_zero_point"] = (torch.int32, (_ceil(rows * fmt.bits, 32), groups))
+        return tensors
+    if fmt.compression_format == "nvfp4-pack-quantized":
+        tensors = {
+            "weight_packed": (torch.uint8, (rows, columns // 2)),
+            "weight_scale": (torch.float8_e4m3fn, (rows, groups)),
+            "weight_global_scale": (torch.float32, (1,)),
+        }
+        return tensors | ({"input_global_scale": (torch.float32, (1,))} if activations else {})
+    if fmt.compression_format == "mxfp4-pack-quantized":
+        return {"weight_packed": (torch.uint8, (rows, columns // 2)), "weight_scale": (torch.uint8, (rows, groups))}
+    raise CompressError(f"format {fmt.name}: this version does not know the layout of '{fmt.compression_format}'")
+
+
+def _ceil(numerator: int, denominator: int) -> int:
+    return -(-numerator // denominator)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CompressError(f"{path}: not found; engines cannot load a bundle without it") from None
+    except ValueError as error:
+        raise CompressError(f"{path}: not JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise CompressError(f"{path}: not a JSON object")
+    return value
+
+
+def _unequal(key: str, claimed: Any, found: Any, where: str) -> list[str]:
+    return [] if claimed == found else [f"{key}: the passport says {claimed}, {where} {found}"]
+
+
+def _config(config: dict[str, Any], passport: Passport) -> list[str]:
+    """`target` and `quantization` against config.json."""
+    target, quantization = passport.target, passport.quantization
+    architectures = config.get("architectures") or [None]
+    found = {
+        "architecture": architectures[0],
+        "model_type": config.get("model_type"),
+        "hidden_size": config.get("hidden_size"),
+        "layers": config.get("num_hidden_layers"),
+        "vocab_size": config.get("vocab_size"),
+        "dtype": config.get("dtype", config.get("torch_dtype")),
+    }
+    problems = []
+    for key, value in found.items():
+        if value is not None:  # configs leave out what is their class's default
+            problems += _unequal(f"target.{key}", getattr(target, key), value, CONFIG)
+    section = config.get("quantization_config")
+    if not isinstance(section, dict):
+        return [*problems, f"{CONFIG}: no quantization_config, so engines would read the shards as unquantized"]
+    try:
+        fmt, activations, ignore = format_from_config(section)
+    except CompressError as error:
+        return [*problems, f"{CONFIG}: {error}"]
+    for key in ("compression_format", "bits", "group_size", "bits_per_weight"):
+        problems += _unequal(f"quantization.{key}", getattr(quantization, key), getattr(fmt, key), CONFIG)
+    problems += _unequal("quantization.format", quantization.format, fmt.name, CONFIG)
+    problems += _unequal(
+        "quantization.activations", quantization.activations, "4bit" if activations else "16bit", CONFIG
+    )
+    listed, ignored = set(ignore), set(quantization.ignored)
+    problems += [f"quantization.ignored: {name} is not in {CONFIG}'s ignore" for name in sorted(ignored - listed)]
+    problems += [f"{CONFIG} ignore: {name} is not in quantization.ignored" for name in sorted(listed - ignored)]
+    return problems
+
+
+def _layers(reader: ShardReader, passport: Passport) -> list[str]:
+    """Each layer of the passport has exactly the tensors of its format, and no layer has them unlisted."""
+    dtype = getattr(torch, passport.target.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        return [f"target.dtype: {passport.target.dtype} is not a torch dtype"]
+    stored: dict[str, dict[str, str]] = {}
+    names = reader.keys()
+    for name in names:
+        layer, _, suffix = name.rpartition(".")
+        stored.setdefault(layer, {})[suffix] = name
+    problems: list[str] = []
+    seen: set[str] = set()
+    for entry in passport.quantization.layers:
+        if entry.name in seen:
+            problems.append(f"{entry.name}: listed twice in quantization.layers")
+        seen.add(entry.name)
+        problems += _layer(reader, entry, stored.get(entry.name, {}), passport, dtype)
+    unlisted = sorted(name for name, suffixes in stored.items() if ledger.CODES in suffixes and name not in seen)
+    return problems + [f"{name}: quantized, but not in quantization.layers" for name in unlisted]
+
+
+def _layer(
+    reader: ShardReader, layer: Layer, stored: dict[str, str], passport: Passport, dtype: torch.dtype
+) -> list[str]:
+    quantization = passport.quantization
+    if layer.format != quantization.format:
+        return [f"{layer.name}: format {layer.format}, but quantization.format is {quantization.format}"]
+    if layer.format not in formats.names():
+        return [f"{layer.name}: format {layer.format} is unknown"]
+    fmt = formats.get(layer.format)
+    expected = layout(fmt, (layer.shape[0], layer.shape[1]), dtype, quantization.activations == "4bit")
+    problems = []
+    if layer.shape[1] % fmt.group_size:
+        problems.append(f"{layer.name}: in_features {layer.shape[1]} is not a multiple of {fmt.name}'s group")
+    for suffix, (wanted, shape) in expected.items():
+        if suffix not in stored:
+            problems.append(f"{layer.name}.{suffix}: missing, {fmt.name} needs it")
+            continue
+        found = reader.dtype(stored[suffix]), reader.shape(stored[suffix])
+        if found != (wanted, shape):
+            problems.append(
+                f"{layer.name}.{suffix}: {_typed(*found)} in the file, {fmt.name} of the passport's shape needs "
+                f"{_typed(wanted, shape)}"
+            )
+        elif suffix == "weight_shape" and reader.get(stored[suffix]).tolist() != layer.shape:
+            problems.append(f"{layer.name}.weight_shape: {reader.get(stored[suffix]).tolist()}, passport {layer.shape}")
+    problems += [f"{layer.name}.{s}: not a tensor of {fmt.name}" for s in sorted(stored.keys() - {*expected, "bias"})]
+    packed = sum(reader.nbytes(name) for suffix, name in stored.items() if suffix != "bias")
+    return problems + _unequal(f"{layer.name} packed_bytes", layer.packed_bytes, packed, "the file")
+
+
+def _typed(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
+
+
+def _unquantized(reader: ShardReader, passport: Passport, config: dict[str, Any]) -> list[str]:
+    """No ignored module is quantized, and every matrix left unquantized is ignored.
+
+    Engines expect packed weights in each Linear that `ignore` does not name. Embedding tables are no Linear.
+    """
+    section = config.get("quantization_config")
+    ignore = section.get("ignore") or [] if isinstance(section, dict) else []
+    quantized = {layer.name for layer in passport.quantization.layers}
+    problems = []
+    for module in sorted(set(passport.quantization.ignored)):
+        if module in quantized or f"{module}.{ledger.CODES}" in reader:
+            problems.append(f"{module}: in quantization.ignored, but its tensors are quantized")
+    names = reader.keys()
+    for name in names:
+        module, _, suffix = name.rpartition(".")
+        matrix = suffix == "weight" and len(reader.shape(name)) == 2 and module not in quantized
+        if matrix and "embed" not in module.rpartition(".")[2] and not any(_matches(module, entry) for entry in ignore):
+            problems.append(f"{module}: not quantized, and not in {CONFIG}'s ignore")
+    return problems
+
+
+def _matches(module: str, entry: str) -> bool:
+    """compressed-tensors: an entry of `ignore` is a module name, or `re:` and a pattern that its beginning matches."""
+    return bool(re.match(entry[3:], module)) if entry.startswith("re:") else entry == module
+
+
+def _numbers(reader: ShardReader, passport: Passport) -> list[str]:
+    """No scale that makes NaN, Inf or nothing of its group, and no NaN or Inf in what is not quantized."""
+    problems, names = [], reader.keys()
+    quantized = {layer.name for layer in passport.quantization.layers}
+    for name in names:
+        layer, _, suffix = name.rpartition(".")
+        if layer in quantized and suffix != "bias" and not suffix.endswith("scale"):
+            continue  # integers
+        tensor = reader.get(name)
+        if layer in quantized and suffix != "bias":
+            bad = _unusable(tensor)
+            if bad:
+                problems.append(f"{name}: {bad} of {tensor.numel()} scales are NaN, infinite, zero or negative")
+            continue
+        try:
+            check_finite(name, tensor, reader.file_of(name))
+        except CompressError as error:
+            problems.append(str(error))
+    return problems
+
+
+def _unusable(scale: torch.Tensor) -> int:
+    if scale.dtype == torch.uint8:  # E8M0: the one code that is no power of two is NaN (OCP MX v1.0, 5.4.1)
+        return int((scale == 255).sum())
+    values = scale.float()
+    return int((~torch.isfinite(values) | (values <= 0)).sum())
+
+
+def _index(folder: Path, reader: ShardReader) -> list[str]:
+    """The shard index is there and its total is right; the reader has already matched it tensor by tensor."""
+    path = folder / INDEX_NAME
+    if not path.is_file():
+        return [f"{INDEX_NAME}: missing"]
+    metadata = _read_json(path).get("metadata")
+    stated = metadata.get("total_size") if isinstance(metadata, dict) else None
+    found = sum(map(reader.nbytes, reader.keys()))
+    problems = [] if stated == found else [f"{INDEX_NAME}: total_size {stated}, the tensors have {found} bytes"]
+    unlisted = sorted({path.name for path in folder.glob("*.safetensors")} - set(reader.files()))
+    return problems + [f"{name}: not in {INDEX_NAME}" for name in unlisted]
+
+
+def _ledger(inventory: Inventory, passport: Passport, digests: dict[str, str]) -> list[str]:
+    claimed = passport.ledger
+    problems = _unequal(
+        "ledger.original_bytes", claimed.original_bytes, passport.source.total_bytes, "source.total_bytes"
+    )
+    for key, found in ledger.count(inventory).items():
+        problems += _unequal(f"ledger.{key}", getattr(claimed, key), found, "the tensors")
+    shards = {name: digest for name, digest in digests.items() if name.endswith(".safetensors")}
+    for name in sorted(shards.keys() | claimed.files.keys()):
+        if name not in shards:
+            problems.append(f"{name}: in ledger.files, but missing")
+        elif name not in claimed.files:
+            problems.append(f"{name}: not in ledger.files")
+        elif shards[name] != claimed.files[name]:
+            problems.append(f"{name}: not the file of ledger.files (other sha256)")
+    return problems
+
+
+def _tokenizer(passport: Passport, digests: dict[str, str]) -> list[str]:
+    claimed, found = passport.target.tokenizer_sha256, digests.get(TOKENIZER)
+    return [] if claimed == found else [f"{TOKENIZER}: not the file of target.tokenizer_sha256"]

@@ -1,0 +1,210 @@
+"""The main job on tiny models: every format and family ends in a bundle that engines load, or in one clear line."""
+
+import json
+
+import pytest
+import tiny_models as tiny
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from compressor import pipeline
+from compressor.bundle import signing
+from compressor.decode import engine
+from compressor.errors import CompressError, UsageError
+from compressor.recipe import Recipe
+from compressor.ui import NullUI
+
+
+@pytest.fixture(autouse=True)
+def keys(tmp_path, monkeypatch):
+    monkeypatch.setenv("COMPRESS_KEYS", str(tmp_path / "keys"))
+
+
+@pytest.fixture
+def rows(tmp_path):
+    path = tmp_path / "rows.safetensors"
+    ids = torch.randint(3, tiny.VOCABULARY, (6, 32), generator=torch.Generator().manual_seed(3))
+    save_file({"ids": ids}, path)
+    return path
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("All happy pipelines are alike; each unhappy one fails in its own stage. " * 8)
+    return path
+
+
+def recipe(source, rows, text, *, quality=True, **quantization):
+    measure = {"acceptance": {"prompts": 2, "max_new_tokens": 6}}
+    measure["quality"] = {"kind": "text", "path": str(text), "rows": 2, "length": 32} if quality else {"kind": "none"}
+    return Recipe.from_dict(
+        {
+            "name": "tiny",
+            "source": {"uri": str(source)},
+            "quantization": {"format": "int4-g32", **quantization},
+            "calibration": {"kind": "tokens", "path": str(rows), "rows": 6, "length": 32, "batch_size": 4},
+            "measure": measure,
+        }
+    )
+
+
+def run(tmp_path, made, name="bundle", **options):
+    return pipeline.run(made, out=tmp_path / name, work=tmp_path / f"{name}.work", ui=NullUI(), **options)
+
+
+def transformers_logits(folder, ids):
+    """Logits of the bundle in transformers, which must load it without missing or unexpected tensors."""
+    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    # the packed tensors replace `weight`; anything else missing or left over is an error
+    assert not info["unexpected_keys"] and not info["missing_keys"], info
+    return model.eval()(ids).logits.detach()
+
+
+FORMATS = [
+    ("int4-g32", "16bit"),
+    ("int4-g64", "16bit"),
+    ("int4-g32-asym", "16bit"),
+    ("nvfp4", "16bit"),
+    ("nvfp4", "4bit"),
+    ("mxfp4", "16bit"),
+    ("mxfp4", "4bit"),
+]
+
+
+@pytest.mark.parametrize("method", ["rtn", "gptq"])
+@pytest.mark.parametrize(("fmt", "activations"), FORMATS)
+def test_every_format_ends_in_a_verified_bundle(tmp_path, rows, text, fmt, activations, method):
+    source = tiny.save(tmp_path / "source", "llama-tied")
+    bundle = run(tmp_path, recipe(source, rows, text, format=fmt, activations=activations, method=method))
+    bundle.verify(signing.ensure_keypair()[1])
+    passport = bundle.passport
+    assert {row.target for row in passport.outcomes.acceptance} == {"baseline", "quantized"}
+    quality = passport.outcomes.quality[0]
+    assert 0 < quality.kl_nats < 1.0
+    assert len(passport.quantization.layers) == 14
+    assert not (tmp_path / "bundle.work").exists()
+
+
+@pytest.mark.parametrize("kind", tiny.CONFIGS)
+def test_every_family_loads_in_transformers_with_our_logits(tmp_path, rows, text, kind):
+    source = tiny.save(tmp_path / "source", kind)
+    bundle = run(tmp_path, recipe(source, rows, text, quality=False))
+    ids = torch.arange(3, 27)[None]
+    theirs = transformers_logits(bundle.path, ids)
+    ours = engine.load(bundle.path, dtype=torch.float32, kernel="dequantized")(ids).logits
+    assert (ours - theirs).norm() / theirs.norm() < 1e-4
+    keys = set().union(*(load_file(f) for f in bundle.path.glob("*.safetensors")))
+    config = json.loads((bundle.path / "config.json").read_text())
+    if config.get("tie_word_embeddings"):
+        assert "lm_head.weight" not in keys
+    assert "lm_head" in config["quantization_config"]["ignore"]
+
+
+def test_gptq_is_closer_to_the_reference_than_rounding(tmp_path, rows, text):
+    source = tiny.save(tmp_path / "source", num_hidden_layers=1)
+    errors = {}
+    for method in ("rtn", "gptq"):
+        made = recipe(source, rows, text, quality=False, method=method, activations="4bit", format="nvfp4")
+        layers = run(tmp_path, made, method).passport.quantization.layers
+        errors[method] = [layer.error for layer in layers]
+    assert sum(errors["gptq"]) < sum(errors["rtn"])
+
+
+def test_ignored_linears_stay_as_they_were_and_are_named(tmp_path, rows, text):
+    source = tiny.save(tmp_path / "source")
+    made = recipe(source, rows, text, quality=False, ignore=["model.layers.0.self_attn.[qkv]_proj", "*.1.mlp.down_proj"])
+    bundle = run(tmp_path, made)
+    ignore = json.loads((bundle.path / "config.json").read_text())["quantization_config"]["ignore"]
+    assert {"model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.qkv_proj", "model.layers.1.mlp.down_proj"} <= set(
+        ignore
+    )
+    tensors = {k: v for f in bundle.path.glob("*.safetensors") for k, v in load_file(f).items()}
+    original = {k: v for f in source.glob("*.safetensors") for k, v in load_file(f).items()}
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert torch.equal(tensors[name], original[name])
+    transformers_logits(bundle.path, torch.arange(3, 20)[None])
+
+
+def test_part_of_a_fused_matrix_cannot_be_ignored_alone(tmp_path, rows, text):
+    source = tiny.save(tmp_path / "source")
+    with pytest.raises(UsageError, match=r"q_proj is one part of the fused self_attn\.qkv_proj"):
+        run(tmp_path, recipe(source, rows, text, ignore=["*.q_proj"]))
+
+
+def test_fused_parts_share_one_global_scale(tmp_path, rows, text):
+    source = tiny.save(tmp_path / "source")
+    bundle = run(tmp_path, recipe(source, rows, text, quality=False, format="nvfp4", method="rtn"))
+    tensors = {k: v for f in bundle.path.glob("*.safetensors") for k, v in load_file(f).items()}
+    scale = {part: tensors[f"model.layers.0.{part}.weight_global_scale"].item() for part in
+             ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.gate_proj")}  # fmt: skip
+    assert scale["self_attn.q_proj"] == scale["self_attn.k_proj"] == scale["self_attn.v_proj"]
+    assert scale["mlp.up_proj"] == scale["mlp.gate_proj"]
+    assert scale["self_attn.o_proj"] != scale["self_attn.q_proj"]
+
+
+def test_a_group_that_does_not_divide_is_named_before_any_work(tmp_path, rows, text):
+    source = tiny.save(tmp_path / "source", intermediate_size=96)
+    with pytest.raises(CompressError, match=r"model\.layers\.0\.mlp\.down_proj: in_features 96 .* group of 64"):
+        run(tmp_path, recipe(source, rows, text, format="int4-g64"))
+    assert not (tmp_path / "bundle").exists()
+
+
+def test_nan_in_a_weight_is_named_and_nothing_is_left(tmp_path, rows, text):
+    source = tiny.save(tmp_path / "source", shard="1GB")
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][0, 0] = float("nan")
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CompressError, match=r"model\.safetensors.*model\.layers\.1\.mlp\.up_proj\.weight"):
+        run(tmp_path, recipe(source, rows, text))
+    assert not (tmp_path / "bundle").exists() and not list(tmp_path.glob(".*partial"))
+
+
+def test_an_already_quantized_source_is_refused(tmp_path, rows, text):
+    source = tiny.save(tmp_path / "source")
+    first = run(tmp_path, recipe(source, rows, text, quality=False, method="rtn"))
+    with pytest.raises(CompressError, match="already quantized"):
+        run(tmp_path, recipe(first.path, rows, text), "second")
+
+
+def test_an_existing_bundle_is_not_overwritten(tmp_path, rows, text):
+    source = tiny.save(tmp_path / "source")
+    (tmp_path / "bundle").mkdir()
+    (tmp_path / "bundle/precious").write_text("x")
+    with pytest.raises(UsageError, match="exists already"):
+        run(tmp_path, recipe(source, rows, text))
+
+
+def test_a_duplicate_of_the_tied_table_is_dropped_and_said_so(tmp_path, rows, text):
+    source = tiny.save(tmp_path / "source", "llama-tied", shard="1GB")
+    tensors = load_file(source / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    bundle = run(tmp_path, recipe(source, rows, text, quality=False, method="rtn"))
+    assert any("lm_head.weight" in d.what for d in bundle.passport.decisions)
+    tensors["lm_head.weight"] += 1
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CompressError, match=r"lm_head\.weight' differs from"):
+        run(tmp_path, recipe(source, rows, text, method="rtn"), "second")
+
+
+def test_mtp_tensors_survive_and_are_not_claimed_quantized(tmp_path, rows, text):
+    source = tiny.save(tmp_path / "source", shard="1GB")
+    tensors = load_file(source / "model.safetensors")
+    extra = {"mtp.fc.weight": torch.randn(64, 128).bfloat16(), "mtp.norm.weight": torch.ones(64).bfloat16()}
+    save_file(tensors | extra, source / "model.safetensors", metadata={"format": "pt"})
+    bundle = run(tmp_path, recipe(source, rows, text, quality=False, method="rtn"))
+    saved = {k: v for f in bundle.path.glob("*.safetensors") for k, v in load_file(f).items()}
+    assert all(torch.equal(saved[k], v) for k, v in extra.items())
+    assert "mtp.fc" in bundle.passport.quantization.ignored
+
+
+def test_spilled_activations_give_the_same_weights(tmp_path, rows, text):
+    source = tiny.save(tmp_path / "source")
+    hashes = []
+    for name, budget in (("memory", 1 << 30), ("disk", 0)):
+        made = recipe(source, rows, text, quality=False).to_dict()
+        made["run"]["activation_budget_bytes"] = budget
+        hashes.append(run(tmp_path, Recipe.from_dict(made), name).passport.ledger.files)
+    assert hashes[0] == hashes[1]
