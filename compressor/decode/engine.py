@@ -1,0 +1,113 @@
+"""A checkpoint or a bundle as a runnable model: the transformers class, filled from the files, packed linears kept."""
+
+import re
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import GenerationConfig, PreTrainedModel
+
+from compressor.checkpoint.inventory import Inventory
+from compressor.checkpoint.weights import Weights
+from compressor.errors import CompressError
+from compressor.kernels.linear import PackedLinear
+from compressor.models import skeleton
+
+LEGACY_BUFFERS = r"rotary_emb\.inv_freq$"
+"""Old checkpoints store this table, which the model class computes."""
+
+
+@torch.no_grad()
+def load(folder: str | Path, *, dtype: torch.dtype = torch.bfloat16, kernel: str = "auto") -> PreTrainedModel:
+    """The causal LM in `folder` (config.json and safetensors), ready to run on the CPU.
+
+    Unquantized tensors are mapped from the files (copied only where `dtype` differs from the stored one); a
+    compressed-tensors linear becomes a `PackedLinear`, whose `path`, `kernel` and `proof` say what runs it. `kernel`
+    is "auto", "cpu-int4" or "dequantized" (see `PackedLinear`); with a W4A4 checkpoint the inputs of the quantized
+    linears are rounded as the engine would. generation_config.json, if there, sets `model.generation_config`.
+
+    Raises CompressError naming the file or tensor for anything missing, unexpected, misshapen or not finite: a tensor
+    that the model class does not use is an error too, unless it belongs to an MTP module or the class
+    itself says that it ignores it.
+    """
+    folder = Path(folder)
+    config, _ = skeleton.read_config(folder)
+    weights = Weights(folder)
+    model = skeleton.build(config, dtype)
+    for layer in weights.packed:
+        model.set_submodule(layer, _packed_linear(model, layer, weights, dtype, kernel))
+    used = _fill(model, weights, dtype)
+    _refuse_unexpected(model, weights, used)
+    if (folder / "generation_config.json").is_file():
+        try:
+            model.generation_config = GenerationConfig.from_pretrained(folder)
+        except (OSError, ValueError, TypeError) as error:
+            reason = " ".join(str(error).split())[:160]
+            raise CompressError(f"{folder / 'generation_config.json'}: not a generation config ({reason})") from None
+    return model.eval().requires_grad_(False)
+
+
+def _packed_linear(model: nn.Module, layer: str, weights: Weights, dtype: torch.dtype, kernel: str) -> PackedLinear:
+    try:
+        dense = model.get_submodule(layer)
+    except AttributeError:
+        dense = None
+    if not isinstance(dense, nn.Linear):
+        raise CompressError(f"{weights.folder}: '{layer}' is packed, but the model has no linear of that name")
+    bias = weights.get(f"{layer}.bias") if dense.bias is not None else None
+    try:
+        packed = PackedLinear(
+            weights.format,
+            weights.layer_tensors(layer),
+            bias=bias,
+            dtype=dtype,
+            kernel=kernel,
+            activations=weights.quantized_activations,
+        )
+    except CompressError as error:
+        raise type(error)(f"{weights.folder}: {layer}: {error}") from None
+    found, wanted = (packed.out_features, packed.in_features), (dense.out_features, dense.in_features)
+    if found != wanted:
+        raise CompressError(f"{weights.folder}: '{layer}' has shape {list(found)}, the config asks for {list(wanted)}")
+    return packed
+
+
+def _fill(model: PreTrainedModel, weights: Weights, dtype: torch.dtype) -> set[str]:
+    """Load every dense tensor; returns the checkpoint names that were used."""
+    tied: dict[str, str] = model.all_tied_weights_keys
+    state: dict[str, torch.Tensor] = {}
+    for name, empty in model.state_dict().items():
+        if name in tied and name not in weights.reader:
+            continue
+        if name not in weights.reader:
+            raise CompressError(f"{weights.folder}: tensor '{name}' is missing; the {model.config.model_type} needs it")
+        tensor = weights.get(name)
+        if tensor.shape != empty.shape:
+            raise CompressError(
+                f"{weights.folder}: tensor '{name}' has shape {list(tensor.shape)}, "
+                f"the config asks for {list(empty.shape)}"
+            )
+        state[name] = tensor.to(dtype) if tensor.is_floating_point() else tensor
+    for target, source in tied.items():
+        if target in state and not torch.equal(state[target], state[source]):
+            raise CompressError(
+                f"{weights.folder}: '{target}' differs from '{source}' although config.json ties them; "
+                "set tie_word_embeddings to false there if both are meant"
+            )
+    model.load_state_dict(state, strict=False, assign=True)
+    model.tie_weights()
+    return set(state)
+
+
+def _refuse_unexpected(model: PreTrainedModel, weights: Weights, used: set[str]) -> None:
+    for layer, suffixes in weights.packed.items():
+        has_bias = model.get_submodule(layer).bias is not None
+        used |= {f"{layer}.{suffix}" for suffix in (*suffixes, *(["bias"] if has_bias else []))}
+    used |= set(Inventory.read(weights.folder).mtp_tensors())  # carried along for engines that propose with them
+    ignored = re.compile("|".join([LEGACY_BUFFERS, *(model._keys_to_ignore_on_load_unexpected or ())]))
+    for name in sorted(set(weights.reader.keys()) - used):
+        if not ignored.search(name):
+            raise CompressError(
+                f"{weights.folder / weights.reader.file_of(name)}: tensor '{name}' is not part of a "
+                f"{model.config.model_type}; nothing would use it"
+            )

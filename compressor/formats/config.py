@@ -1,0 +1,83 @@
+"""The `quantization_config` of config.json: what transformers and vLLM read to load a compressed-tensors checkpoint."""
+
+from compressor.errors import CompressError
+from compressor.formats.base import Format
+from compressor.formats.int4 import Int4
+from compressor.formats.mxfp4 import Mxfp4
+from compressor.formats.nvfp4 import Nvfp4
+
+SCHEMA_VERSION = "0.20.1"  # of compressed-tensors, whose schemas these fields follow
+# Fields that say how a scale was found, not how a tensor is read: any value is fine when loading.
+_NOT_LAYOUT = ("observer", "observer_kwargs", "actorder", "zp_dtype", "block_structure")
+
+
+def quantization_config(fmt: Format, *, activations: bool, ignore: list[str]) -> dict:
+    """The whole section. activations: 4-bit inputs too (W4A4). ignore: module names as engines match them.
+
+    Raises CompressError where `activations` is asked of a format without such a scheme.
+    """
+    inputs = fmt.activations_config() if activations else None
+    if activations and inputs is None:
+        raise CompressError(f"{fmt.name} has no 4-bit activations; set quantization.activations to 16bit")
+    group = {
+        "targets": ["Linear"],
+        "weights": fmt.weights_config(),
+        "input_activations": inputs,
+        "output_activations": None,
+        "format": fmt.compression_format,
+    }
+    return {
+        "version": SCHEMA_VERSION,
+        "quant_method": "compressed-tensors",
+        "format": fmt.compression_format,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": list(ignore),
+        "kv_cache_scheme": None,
+        "global_compression_ratio": None,
+        "sparsity_config": {},
+        "transform_config": {},
+    }
+
+
+def format_from_config(quantization_config: dict) -> tuple[Format, bool, list[str]]:
+    """Inverse of `quantization_config`: format, whether inputs are 4-bit, ignored modules.
+
+    Raises CompressError naming the key for a scheme that this version cannot read.
+    """
+    _require(quantization_config, "quant_method", "compressed-tensors")
+    _require(quantization_config, "quantization_status", "compressed")
+    for key in ("kv_cache_scheme", "sparsity_config", "transform_config"):
+        if quantization_config.get(key):
+            raise CompressError(f"quantization_config.{key}: {quantization_config[key]} cannot be read by this version")
+    groups = quantization_config.get("config_groups") or {}
+    if len(groups) != 1:
+        raise CompressError(f"quantization_config.config_groups: one group can be read, found {len(groups)}")
+    name, group = next(iter(groups.items()))
+    where = f"quantization_config.config_groups.{name}"
+    if group.get("targets") != ["Linear"] or group.get("output_activations"):
+        raise CompressError(f"{where}: only targets ['Linear'] without output_activations can be read")
+    weights, inputs = group.get("weights") or {}, group.get("input_activations")
+    fmt = _matching_format(weights, f"{where}.weights")
+    _require(quantization_config, "format", fmt.compression_format)
+    if inputs and _layout(inputs) != _layout(fmt.activations_config() or {}):
+        raise CompressError(f"{where}.input_activations: {inputs} is not {fmt.name}'s 4-bit scheme")
+    return fmt, bool(inputs), list(quantization_config.get("ignore") or [])
+
+
+def _require(config: dict, key: str, value: str) -> None:
+    if config.get(key) != value:
+        raise CompressError(f"quantization_config.{key}: {value!r} expected, found {config.get(key)!r}")
+
+
+def _layout(args: dict) -> dict:
+    return {k: v for k, v in args.items() if k not in _NOT_LAYOUT and v is not None}
+
+
+def _matching_format(weights: dict, where: str) -> Format:
+    candidates: list[Format] = [Nvfp4(), Mxfp4()]
+    candidates += [Int4(g, symmetric) for g in Int4.GROUP_SIZES for symmetric in (True, False)]
+    for fmt in candidates:
+        if _layout(weights) == _layout(fmt.weights_config()):
+            return fmt
+    raise CompressError(f"{where}: {weights} is none of {', '.join(f.name for f in candidates)}")

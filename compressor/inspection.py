@@ -1,0 +1,141 @@
+"""What a path holds: tensors, bytes, MTP modules and number format, from headers alone."""
+
+import re
+import struct
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from compressor.errors import CompressError, UsageError
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+def inspect(path: Path) -> dict[str, Any]:
+    """Describe a checkpoint folder, a bundle or a GGUF file as plain JSON values.
+
+    Keys: ``kind`` ("folder", "bundle" or "gguf"), ``path``, ``architecture``, ``layers``, ``hidden_size``,
+    ``vocabulary``, ``parameters``, ``bytes``, ``bytes_by_dtype``, ``format``, ``mtp_modules``, ``tied`` and ``tensors``
+    (name, dtype, shape and bytes each). What a GGUF header does not say is None.
+    Raises UsageError for a path that is none of these, CompressError for one that is damaged.
+    """
+    path = Path(path)
+    if path.is_file() and path.suffix.lower() == ".gguf":
+        return _gguf(path)
+    if not path.exists():
+        raise UsageError(f"{path}: no such file or folder")
+    if not path.is_dir():
+        raise UsageError(f"{path}: neither a checkpoint folder nor a .gguf file")
+    if not (path / "config.json").is_file():
+        files = sorted(path.glob("*.gguf"))
+        if len(files) == 1:
+            return _gguf(files[0])
+    return _folder(path)
+
+
+def grouped(tensors: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Tensors that differ only in the numbers of their names, as one row: pattern, dtype, shape, count, total bytes."""
+    rows: dict[tuple, dict[str, Any]] = {}
+    for tensor in tensors:
+        pattern = _NUMBER.sub("*", tensor["name"])
+        key = (pattern, tensor["dtype"], tuple(tensor["shape"]))
+        row = rows.setdefault(key, {"pattern": pattern, "dtype": key[1], "shape": key[2], "count": 0, "bytes": 0})
+        row["count"] += 1
+        row["bytes"] += tensor["bytes"]
+    return list(rows.values())
+
+
+def _folder(path: Path) -> dict[str, Any]:
+    from compressor.checkpoint.inventory import Inventory
+
+    inventory = Inventory.read(path)
+    config = inventory.config
+    text = config.get("text_config") or config
+    return {
+        "kind": "bundle" if (path / "passport.json").is_file() else "folder",
+        "path": str(path),
+        "architecture": (config.get("architectures") or [config["model_type"]])[0],
+        "layers": text.get("num_hidden_layers"),
+        "hidden_size": text.get("hidden_size"),
+        "vocabulary": text.get("vocab_size"),
+        "parameters": inventory.parameters,
+        "bytes": inventory.total_bytes,
+        "bytes_by_dtype": inventory.bytes_by_dtype(),
+        "format": _format(config.get("quantization_config")),
+        "mtp_modules": inventory.mtp_modules,
+        "tied": inventory.tied,
+        "tensors": [
+            {
+                "name": name,
+                "dtype": str(info.dtype).removeprefix("torch."),
+                "shape": list(info.shape),
+                "bytes": info.nbytes,
+            }
+            for name, info in sorted(inventory.tensors.items())
+        ],
+    }
+
+
+def _format(quantization: dict | None) -> dict[str, Any] | None:
+    """Number format of a quantized checkpoint; `name` is None where this version could not read the weights."""
+    if quantization is None:
+        return None
+    from compressor.formats.config import format_from_config
+
+    method = quantization.get("quant_method")
+    try:
+        fmt, activations, ignore = format_from_config(quantization)
+    except CompressError as error:
+        return {"name": None, "quant_method": method, "unreadable": str(error)}
+    return {
+        "name": fmt.name,
+        "quant_method": method,
+        "bits_per_weight": fmt.bits_per_weight,
+        "activations": "4bit" if activations else "16bit",
+        "ignore": ignore,
+    }
+
+
+def _gguf(path: Path) -> dict[str, Any]:
+    import gguf
+
+    try:
+        reader = gguf.GGUFReader(path)
+        field = reader.get_field("general.architecture")
+        architecture = field.contents() if field else None
+        sizes = {
+            key: found.contents() if (found := reader.get_field(f"{architecture}.{name}")) else None
+            for key, name in (
+                ("layers", "block_count"),
+                ("hidden_size", "embedding_length"),
+                ("vocabulary", "vocab_size"),
+            )
+        }
+    except (ValueError, IndexError, KeyError, TypeError, OverflowError, struct.error) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise CompressError(f"{path}: not a readable GGUF file, or truncated ({reason})") from None
+    tensors: list[dict[str, Any]] = [
+        {
+            "name": tensor.name,
+            "dtype": tensor.tensor_type.name,
+            "shape": [int(size) for size in reversed(tensor.shape)],  # GGUF writes the fastest dimension first
+            "bytes": int(tensor.n_bytes),
+        }
+        for tensor in reader.tensors
+    ]
+    by_dtype: defaultdict[str, int] = defaultdict(int)
+    for tensor in tensors:
+        by_dtype[tensor["dtype"]] += tensor["bytes"]
+    return {
+        "kind": "gguf",
+        "path": str(path),
+        "architecture": architecture,
+        **sizes,
+        "parameters": sum(int(tensor.n_elements) for tensor in reader.tensors),
+        "bytes": sum(by_dtype.values()),
+        "bytes_by_dtype": dict(sorted(by_dtype.items(), key=lambda item: -item[1])),
+        "format": None,
+        "mtp_modules": None,
+        "tied": None,
+        "tensors": tensors,
+    }

@@ -1,0 +1,267 @@
+"""Memory and time of a job, estimated: formulas over sizes, with throughputs measured on this machine.
+
+All of it is derived, none of it measured on the job itself; expect a factor of two either way in time.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from compressor.formats import Format
+from compressor.quantize import gptq
+from compressor.recipe import Recipe
+
+PROCESS_BYTES = 600_000_000
+"""Resident set of Python with torch and transformers loaded and a tokenizer open, before any weight."""
+LAYER_STEP_SECONDS = 0.4e-3
+"""Interpreter and dispatch time of one decoder layer for one forward call on a CPU, beside its arithmetic."""
+EVALUATION_BATCH = 4
+"""Rows that the quality measurement runs together."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Linears of one block that read the same input; shapes are [out, in] each."""
+
+    block: int
+    prefix: str
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, int], ...]
+
+    @property
+    def in_features(self) -> int:
+        return self.shapes[0][1]
+
+    @property
+    def out_features(self) -> int:
+        return sum(out for out, _ in self.shapes)
+
+
+@dataclass(frozen=True)
+class Job:
+    """The sizes memory and time follow from. Parameters are counts; itemsize is the bytes of an unquantized one."""
+
+    recipe: Recipe
+    groups: list[Group]
+    layers: int
+    hidden: int
+    intermediate: int
+    vocabulary: int
+    kv_width: int
+    parameters: int
+    block_parameters: int
+    blocks_parameters: int
+    source_bytes: int
+    bundle_bytes: int
+    itemsize: int
+    calibration_tokens: int
+
+    @property
+    def activation_bytes(self) -> int:
+        return self.calibration_tokens * self.hidden * self.itemsize
+
+    @property
+    def dense_bytes(self) -> int:
+        return self.parameters * self.itemsize
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Measured throughputs: FLOP/s of bf16 and float32 matrix products, bytes/s of reading memory, seconds of one GPTQ
+    column (fixed part and part per output), seconds of the scale search per weight."""
+
+    bf16_flops: float
+    float32_flops: float
+    memory_bytes_per_second: float
+    column_seconds: float
+    column_seconds_per_output: float
+    search_seconds_per_weight: float
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage of the job. memory: what the peak consists of, bytes."""
+
+    name: str
+    seconds: float
+    memory: dict[str, int]
+    memory_bytes: int
+
+
+def measure_machine(fmt: Format, search: str, threads: int | None = None) -> Machine:
+    """Time small products, a read, a GPTQ sweep and a scale search: about 0.3 s altogether.
+
+    Products and reads use `threads` (default: torch's choice). Sweep and search use one: their operations are too small
+    to gain much from more, and on a busy machine waiting for the others would be all that is measured.
+    """
+    usual = torch.get_num_threads()
+    buffer = torch.ones(8_000_000)
+    weight = torch.linspace(-1, 1, 128 * 1024).view(128, 1024)
+    try:
+        torch.set_num_threads(threads or usual)
+        bf16_flops, float32_flops = _product_flops(torch.bfloat16), _product_flops(torch.float32)
+        bytes_per_second = buffer.nbytes / _best_of(lambda: buffer.sum())
+        torch.set_num_threads(1)
+        few, many = _column_seconds(fmt, 64), _column_seconds(fmt, 1024)
+        search_seconds = _best_of(lambda: fmt.grid(weight, search=search)) / weight.numel()
+    finally:
+        torch.set_num_threads(usual)
+    per_output = max((many - few) / (1024 - 64), 0.0)
+    return Machine(
+        bf16_flops=bf16_flops,
+        float32_flops=float32_flops,
+        memory_bytes_per_second=bytes_per_second,
+        column_seconds=max(few - 64 * per_output, 0.0),
+        column_seconds_per_output=per_output,
+        search_seconds_per_weight=search_seconds,
+    )
+
+
+def _product_flops(dtype: torch.dtype, size: int = 768) -> float:
+    a, b = torch.ones(size, size, dtype=dtype), torch.ones(size, size, dtype=dtype)
+    return 2 * size**3 / _best_of(lambda: a @ b)
+
+
+def _column_seconds(fmt: Format, outputs: int, columns: int = 128) -> float:
+    """GPTQ of [outputs, columns], a column; `columns` is a multiple of every group."""
+    weight = torch.linspace(-1, 1, outputs * columns).view(outputs, columns)
+    return _best_of(lambda: gptq(weight, torch.eye(columns), fmt, search="none")) / columns
+
+
+def _best_of(work: Callable[[], object], repeats: int = 2) -> float:
+    """Shortest of a few runs, seconds, after one to warm up."""
+    work()
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start)
+    return max(min(times), 1e-9)
+
+
+def _step_seconds(job: Job, machine: Machine, rows: int, weight_bytes: int) -> float:
+    """One decoding step of `rows` sequences: dispatch, plus reading the weights or multiplying, whichever is longer."""
+    reading = weight_bytes / machine.memory_bytes_per_second
+    multiplying = 2 * job.parameters * rows / machine.bf16_flops
+    return job.layers * LAYER_STEP_SECONDS + max(reading, multiplying)
+
+
+def _forward_seconds(job: Job, flops: float, tokens: int, length: int) -> float:
+    """`tokens` through all blocks in rows of `length`: 2 FLOP a weight, and attention's two products."""
+    attention = 4 * job.layers * job.hidden * tokens * length
+    return (2 * job.blocks_parameters * tokens + attention) / flops
+
+
+def stages(job: Job, machine: Machine) -> list[Stage]:
+    """Every stage the recipe asks for, in order."""
+    recipe = job.recipe
+    found = []
+    if job.calibration_tokens and recipe.calibration.kind == "self":
+        spec = recipe.calibration
+        found.append(_generation("calibration rows", job, machine, spec.rows, spec.length, spec.batch_size))
+    quality = recipe.measure.quality
+    if quality.kind == "self":
+        batch = min(quality.rows, recipe.calibration.batch_size)
+        found.append(_generation("evaluation rows", job, machine, quality.rows, quality.length, batch))
+    if recipe.proposer.kind != "none":
+        found.append(_acceptance("baseline acceptance", job, machine, job.source_bytes, mapped=True))
+    found.append(_quantization(job, machine))
+    if quality.kind != "none":
+        found.append(_quality(job, machine))
+    if recipe.proposer.kind != "none":
+        packed = recipe.quantization.format.startswith("int4")  # what CPUs have a packed kernel for
+        weight_bytes = job.bundle_bytes if packed else job.dense_bytes
+        found.append(_acceptance("quantized acceptance", job, machine, weight_bytes, mapped=False))
+    return found
+
+
+def _generation(name: str, job: Job, machine: Machine, rows: int, length: int, batch: int) -> Stage:
+    """The target, mapped whole, writes `rows` of `length` tokens, `batch` at a time."""
+    steps = -(-rows // batch) * length
+    memory = {
+        "mapped model": job.source_bytes,
+        "key-value cache": job.layers * job.kv_width * batch * length * job.itemsize,
+        "logits": 3 * batch * job.vocabulary * 4,
+    }
+    return _stage(name, steps * _step_seconds(job, machine, batch, job.source_bytes), memory)
+
+
+def _acceptance(name: str, job: Job, machine: Machine, weight_bytes: int, *, mapped: bool) -> Stage:
+    """One prompt at a time; a cycle checks k + 1 positions, and none of the drafts need be accepted."""
+    spec, k = job.recipe.measure.acceptance, job.recipe.proposer.num_speculative_tokens
+    cycles = spec.prompts * spec.max_new_tokens
+    memory = {
+        "mapped model" if mapped else "quantized model": weight_bytes,
+        "key-value cache": job.layers * job.kv_width * (spec.max_new_tokens + 512) * job.itemsize,
+        "logits": 3 * (k + 1) * job.vocabulary * 8,
+    }
+    return _stage(name, cycles * _step_seconds(job, machine, k + 1, weight_bytes), memory)
+
+
+def _quantization(job: Job, machine: Machine) -> Stage:
+    """Per block: two forwards, the Hessians, and for every input a factorization and a sweep over its columns.
+
+    Memory: the current block, one more copy of its largest group in float32 four times over (weight, result, errors,
+    decoded), one Hessian [in, in] float32 per distinct input of the block plus four of the largest for its
+    factorization, the calibration rows in the source's dtype up to the budget, and one batch's activations.
+    """
+    recipe = job.recipe
+    gptq_used = recipe.quantization.method == "gptq"
+    seconds = 0.0
+    hessians: dict[int, int] = {}
+    for group in job.groups:
+        width, outputs = group.in_features, group.out_features
+        seconds += width * outputs * machine.search_seconds_per_weight
+        if not gptq_used:
+            continue
+        hessians[group.block] = hessians.get(group.block, 0) + 4 * width**2
+        seconds += 2 * job.calibration_tokens * width**2 / machine.bf16_flops
+        seconds += (4 / 3 * width**3 + outputs * width**2) / machine.float32_flops
+        seconds += width * (machine.column_seconds + outputs * machine.column_seconds_per_output)
+    spec = recipe.calibration
+    if job.calibration_tokens:
+        seconds += 2 * _forward_seconds(job, machine.bf16_flops, job.calibration_tokens, spec.length)
+        seconds += 2 * job.layers * spec.rows / spec.batch_size * LAYER_STEP_SECONDS
+    batch_tokens = min(spec.batch_size, spec.rows) * spec.length if job.calibration_tokens else 0
+    largest = max((group.in_features * group.out_features for group in job.groups), default=0)
+    widest = max((group.in_features for group in job.groups), default=0)
+    memory = {
+        "current block": job.block_parameters * job.itemsize,
+        "largest group in float32": 4 * 4 * largest,
+        "Hessians": max(hessians.values(), default=0) + (4 * 4 * widest**2 if gptq_used else 0),
+        "calibration activations": min(job.activation_bytes, recipe.run.activation_budget_bytes),
+        "one batch": batch_tokens * (2 * job.hidden + 3 * job.intermediate) * 4,
+    }
+    return _stage("quantize", seconds, memory)
+
+
+def _quality(job: Job, machine: Machine) -> Stage:
+    """Reference and quantized model side by side in float32, one block of each at a time, then both heads."""
+    spec = job.recipe.measure.quality
+    tokens = spec.rows * spec.length
+    head = job.vocabulary * job.hidden
+    seconds = 2 * _forward_seconds(job, machine.float32_flops, tokens, spec.length)
+    seconds += 2 * 2 * tokens * head / machine.float32_flops
+    seconds += 8 * tokens * job.vocabulary * 4 / machine.memory_bytes_per_second
+    memory = {
+        "two heads, or two blocks": 2 * 4 * max(head, job.block_parameters),
+        "hidden states": 2 * 4 * tokens * job.hidden,
+        "one batch": EVALUATION_BATCH * spec.length * (2 * job.hidden + 3 * job.intermediate) * 4,
+        "logits": 6 * 4 * min(spec.length, 2048) * job.vocabulary,
+    }
+    return _stage("quality", seconds, memory)
+
+
+def _stage(name: str, seconds: float, memory: dict[str, int]) -> Stage:
+    memory = {"process": PROCESS_BYTES, **memory}
+    return Stage(name, seconds, memory, sum(memory.values()))
+
+
+def disk_bytes(job: Job) -> int:
+    """Free space needed beside the source: the work folder's blocks, the bundle, and activations between two blocks.
+
+    At least the twofold source that a run insists on before it starts.
+    """
+    return max(2 * job.source_bytes, 2 * job.bundle_bytes + 2 * job.activation_bytes)

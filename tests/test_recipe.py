@@ -1,0 +1,345 @@
+"""A recipe is accepted whole or refused in one line that names the file, the key, the value and what is allowed."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from compressor import recipe as recipes
+from compressor.errors import UsageError
+from compressor.recipe import Recipe
+
+SHIPPED = sorted((Path(__file__).parents[1] / "recipes").glob("*.yaml"))
+BASE = "name: t\nsource: {uri: org/name}\n"
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(text, name="recipe.yaml"):
+        path = tmp_path / name
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return path
+
+    return write
+
+
+def refusal(path, overrides=()):
+    """The message of the refusal, which must be one line."""
+    with pytest.raises(UsageError) as caught:
+        Recipe.load(path, overrides)
+    assert caught.value.exit_code == 2
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# ------------------------------------------------------------------ shipped recipes and schema
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
+def test_every_shipped_recipe_is_valid_by_the_classes_and_by_the_schema(path):
+    recipe = Recipe.load(path)
+    assert violations(yaml.safe_load(path.read_text()), json.loads(recipes.shipped_schema())) == []
+    assert f"compress recipes/{path.name}" in path.read_text()
+    assert recipe.name != "recipe"
+
+
+def test_the_ready_recipes_are_the_promised_ones():
+    found = {path.stem: Recipe.load(path).quantization for path in SHIPPED}
+    assert {stem: (q.format, q.activations, q.method) for stem, q in found.items()} == {
+        "quickstart": ("int4-g64", "16bit", "gptq"),
+        "nvfp4-weight-only": ("nvfp4", "16bit", "gptq"),
+        "nvfp4-w4a4": ("nvfp4", "4bit", "gptq"),
+        "mxfp4": ("mxfp4", "16bit", "gptq"),
+        "int4-g128": ("int4-g128", "16bit", "gptq"),
+    }
+
+
+def test_the_shipped_schema_is_generated_from_the_classes():
+    assert recipes.shipped_schema() == recipes.schema_text()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"name": 3},
+        {"source": {"uri": "a/b", "extra": 1}},
+        {"quantization": {"format": "int4-g63"}},
+        {"quantization": {"damping": 0}},
+        {"calibration": {"rows": "many"}},
+        {"source": {}},
+    ],
+)
+def test_the_schema_refuses_what_the_classes_refuse(change):
+    data = {"name": "t", "source": {"uri": "a/b"}, **change}
+    with pytest.raises(UsageError):
+        Recipe.from_dict(data)
+    assert violations(data, json.loads(recipes.shipped_schema()))
+
+
+def violations(value, schema, root=None, at="$"):
+    """Breaches of the part of JSON Schema that our schema uses; an unknown keyword is an error of this checker."""
+    root = root or schema
+    schema = dict(schema)
+    if "$ref" in schema:
+        target = root["$defs"][schema.pop("$ref").removeprefix("#/$defs/")]
+        return violations(value, target, root, at)
+    for keyword in ("title", "description", "default", "$defs", "$schema"):
+        schema.pop(keyword, None)
+    if "anyOf" in schema:
+        options = [violations(value, option, root, at) for option in schema.pop("anyOf")]
+        assert not schema
+        return [] if any(not option for option in options) else options[0]
+    found = []
+    types = {"object": dict, "array": list, "string": str, "number": (int, float), "integer": int, "null": type(None)}
+    if not isinstance(value, types[schema.pop("type")]) or isinstance(value, bool):
+        return [f"{at}: type"]
+    properties = schema.pop("properties", {})
+    for key in schema.pop("required", []):
+        found += [] if key in value else [f"{at}.{key}: missing"]
+    if schema.pop("additionalProperties", True) is False:
+        found += [f"{at}.{key}: unknown" for key in value if key not in properties]
+    for key, inner in properties.items():
+        if isinstance(value, dict) and key in value:
+            found += violations(value[key], inner, root, f"{at}.{key}")
+    items = schema.pop("items", None)
+    for index, item in enumerate(value if items else []):
+        found += violations(item, items, root, f"{at}[{index}]")
+    checks = {
+        "enum": lambda allowed: value in allowed,
+        "pattern": lambda pattern: re.search(pattern, value) is not None,
+        "minLength": lambda n: len(value) >= n,
+        "minimum": lambda n: value >= n,
+        "maximum": lambda n: value <= n,
+        "exclusiveMinimum": lambda n: value > n,
+        "exclusiveMaximum": lambda n: value < n,
+    }
+    for keyword, argument in schema.items():
+        found += [] if checks[keyword](argument) else [f"{at}: {keyword}"]
+    return found
+
+
+# ------------------------------------------------------------------ what is accepted
+
+
+def test_defaults_are_the_documented_ones(write):
+    recipe = Recipe.load(write(BASE))
+    assert recipe.to_dict() == {
+        "name": "t",
+        "source": {"uri": "org/name", "revision": None, "sha256": None, "dtype": "bfloat16"},
+        "quantization": {
+            "format": "int4-g64",
+            "activations": "16bit",
+            "method": "gptq",
+            "scale_search": "mse",
+            "damping": 0.01,
+            "order": "static",
+            "block_size": 128,
+            "ignore": [],
+        },
+        "calibration": {
+            "kind": "self",
+            "path": None,
+            "dataset": None,
+            "subset": None,
+            "split": "train",
+            "column": "text",
+            "rows": 128,
+            "length": 512,
+            "batch_size": 8,
+            "temperature": 1.0,
+            "top_p": 1.0,
+        },
+        "proposer": {"kind": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 4},
+        "measure": {
+            "quality": {"kind": "self", "path": None, "rows": 16, "length": 512},
+            "acceptance": {"prompts": 8, "max_new_tokens": 64, "temperature": 0.0, "top_k": None, "top_p": 1.0},
+        },
+        "bundle": {"private_key": None, "max_shard_bytes": 5_000_000_000},
+        "run": {"seed": 0, "threads": None, "activation_budget_bytes": 4_000_000_000},
+    }
+
+
+def test_an_exponent_without_a_point_is_a_number(write):
+    assert Recipe.load(write(BASE + "quantization: {damping: 5e-3}\n")).quantization.damping == 0.005
+
+
+def test_overrides_are_yaml_and_win_over_the_file(write):
+    path = write(BASE + "quantization: {format: nvfp4}\n")
+    recipe = Recipe.load(path, ["quantization.format=mxfp4", "run.seed=7", "quantization.ignore=['*.o_proj']"])
+    assert (recipe.quantization.format, recipe.run.seed) == ("mxfp4", 7)
+    assert recipe.quantization.ignore == ["*.o_proj"]
+    assert Recipe.load(path, ["source.revision="]).source.revision is None
+
+
+def test_ignore_patterns_match_whole_module_names(write):
+    quantization = Recipe.load(write(BASE + "quantization: {ignore: ['*.mlp.*', model.layers.0.*]}\n")).quantization
+    assert quantization.ignores("model.layers.7.mlp.down_proj")
+    assert quantization.ignores("model.layers.0.self_attn.q_proj")
+    assert not quantization.ignores("model.layers.1.self_attn.q_proj")
+
+
+def test_relative_paths_are_taken_from_the_recipe_and_those_of_overrides_from_here(write, tmp_path, monkeypatch):
+    (tmp_path / "nested").mkdir()
+    (tmp_path / "nested" / "rows.jsonl").write_text("{}\n")
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    (tmp_path / "nested" / "model").mkdir()
+    path = write("name: t\nsource: {uri: model}\ncalibration: {kind: jsonl, path: rows.jsonl}\n", "nested/recipe.yaml")
+    monkeypatch.chdir(tmp_path)
+    recipe = Recipe.load(path)
+    assert recipe.calibration.path == str(tmp_path / "nested" / "rows.jsonl")
+    assert recipe.source.uri == str(tmp_path / "nested" / "model")
+    assert Recipe.load(path, ["calibration.path=rows.jsonl"]).calibration.path == str(tmp_path / "rows.jsonl")
+
+
+@pytest.mark.parametrize("uri", ["org/name", "pypi:a==1#b.gguf"])
+def test_a_uri_that_names_no_path_stays_as_written(write, uri):
+    assert Recipe.load(write(f"name: t\nsource: {{uri: '{uri}'}}\n")).source.uri == uri
+
+
+@pytest.mark.parametrize("uri", ["./model", "../model", "model.gguf"])
+def test_a_uri_that_looks_like_a_path_becomes_absolute(write, uri):
+    assert Path(Recipe.load(write(f"name: t\nsource: {{uri: {uri}}}\n")).source.uri).is_absolute()
+
+
+# ------------------------------------------------------------------ digest and diff
+
+
+def test_the_digest_is_of_the_content_and_not_of_the_text(write):
+    one = Recipe.load(write(BASE + "run: {seed: 0}\n"))
+    assert one.digest() == Recipe.load(write("source: {uri: org/name}\n# a comment\nname: t\n")).digest()
+    assert one.digest() != Recipe.load(write(BASE), ["run.seed=1"]).digest()
+    assert re.fullmatch("[0-9a-f]{64}", one.digest())
+
+
+def test_diff_names_every_changed_key_with_both_values(write):
+    before, after = Recipe.load(write(BASE)), Recipe.load(write(BASE), ["quantization.damping=0.05", "name=u"])
+    assert after.diff(before.to_dict()) == ['name: "t" → "u"', "quantization.damping: 0.01 → 0.05"]
+    assert after.diff(after.to_dict()) == []
+
+
+def test_diff_shows_keys_that_only_one_version_knows(write):
+    recipe = Recipe.load(write(BASE))
+    older = recipe.to_dict()
+    del older["run"]["threads"]
+    older["run"]["cores"] = 2
+    assert recipe.diff(older) == ["run.threads: (absent) → null", "run.cores: 2 → (absent)"]
+
+
+# ------------------------------------------------------------------ what is refused
+
+REFUSED = {
+    "quantization: {metod: gptq}": "quantization.metod: unknown key; did you mean 'method'?",
+    "damping: 0.1": "damping: unknown key; did you mean 'quantization.damping'?",
+    "quantization: {rows: 4}": "quantization.rows: unknown key; did you mean 'calibration.rows'?",
+    "quantization: {zzz: 4}": "quantization.zzz: unknown key; allowed: format, activations",
+    "quantization: {method: gtpq}": "quantization.method: 'gtpq' is not allowed; must be one of gptq, rtn; did you",
+    "quantization: {format: int4-g63}": "must be one of int4-g32, int4-g64",
+    "quantization: {activations: 4bit}": "format int4-g64 has no 4-bit activations; use 16bit, or format nvfp4",
+    "quantization: {damping: 0}": "quantization.damping: 0 is not allowed; must be greater than 0",
+    "quantization: {damping: .nan}": "quantization.damping: NaN is not allowed; must be a finite number",
+    "quantization: {damping: '0.1'}": "quantization.damping: '0.1' is not allowed; must be a number",
+    "quantization: {ignore: lm_head}": "quantization.ignore: 'lm_head' is not allowed; must be a list",
+    "quantization: {ignore: [a, 1]}": "quantization.ignore[1]: 1 is not allowed; must be text",
+    "calibration: {rows: 0}": "calibration.rows: 0 is not allowed; must be at least 1",
+    "calibration: {rows: 1.5}": "calibration.rows: 1.5 is not allowed; must be a whole number",
+    "calibration: {rows: true}": "calibration.rows: true is not allowed; must be a whole number",
+    "calibration: {top_p: 1.5}": "calibration.top_p: 1.5 is not allowed; must be at most 1",
+    "calibration: {kind: jsonl}": "calibration.path: missing; kind jsonl needs it",
+    "calibration: {kind: hub}": "calibration.dataset: missing; kind hub needs it",
+    "calibration: {dataset: a/b}": "kind self does not use it; remove it, or set kind: hub",
+    "calibration: {kind: jsonl, path: none.jsonl}": "none.jsonl' does not exist or is not a file",
+    "calibration: 3": "calibration: 3 is not allowed; must be a mapping with keys among kind, path",
+    "proposer:": "proposer: null is not allowed; must be a mapping",
+    "proposer: {prompt_lookup_min: 5}": "prompt_lookup_max: 4 is not allowed: must be at least prompt_lookup_min (5)",
+    "measure: {quality: {kind: text}}": "measure.quality.path: missing; kind text needs it",
+    "measure: {quality: 4, acceptance: 3}": "among kind, path, rows, length (and 1 more)",
+    "run: {seed: -1}": "run.seed: -1 is not allowed; must be at least 0",
+    "bundle: {private_key: none.pem}": "bundle.private_key:",
+    "1: 2": "line 3, column 1: keys must be text",
+    "name: again": "line 3, column 1: duplicate key 'name'",
+    "run: {seed: 1, seed: 2}": "line 3, column 16: duplicate key 'seed'",
+    "run: [": "line 4, column 1:",
+    "run: !!python/name:os.system": "could not determine a constructor for the tag",
+    "run: 2024-99-99": "month must be in 1..12",
+    "---": "another document",
+}
+
+
+@pytest.mark.parametrize("line", REFUSED, ids=range(len(REFUSED)))
+def test_a_bad_line_is_refused_by_name(write, line):
+    path = write(f"{BASE}{line}\n")
+    message = refusal(path)
+    assert message.startswith(f"{path}: ")
+    assert REFUSED[line] in message
+
+
+SOURCES = {
+    "{}": "source.uri: missing (Folder, hub id",
+    "{uri: ''}": "source.uri: '' is not allowed; must not be empty",
+    "{uri: a/b, revision: 1234567}": "source.revision: 1234567 is not allowed; must be text (write it in quotes)",
+    "{uri: 'pypi:a==1#b.gguf', sha256: ABC}": "source.sha256: 'ABC' is not allowed; must be 64 lower-case hex digits",
+    "{uri: 'pypi:a==1#b.gguf', revision: main}": "only a hub id has revisions; remove it",
+    f"{{uri: a/b, sha256: '{'0' * 64}'}}": "only a pypi: or .gguf source has one file to check; remove it",
+}
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=range(len(SOURCES)))
+def test_a_bad_source_is_refused_by_name(write, source):
+    assert SOURCES[source] in refusal(write(f"name: t\nsource: {source}\n"))
+
+
+@pytest.mark.parametrize("name", ["a/b", "..", "", "a b", ".hidden"])
+def test_a_name_that_is_no_plain_folder_name_is_refused(write, name):
+    assert "name: " in refusal(write(f"name: '{name}'\nsource: {{uri: a/b}}\n"))
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("", "is empty"),
+        ("[1, 2]", "holds a list, not a mapping"),
+        ("words", "holds text, not a mapping"),
+        (b"\xff\xfe\x00", "not UTF-8 text (byte 0)"),
+        (b"name: \x01", "special characters are not allowed"),
+        ("[" * 3000, "nested too deeply"),
+        ("\tname: t", "line 1, column 1"),
+    ],
+    ids=range(7),
+)
+def test_a_file_that_is_no_recipe_is_refused(write, content, said):
+    assert said in refusal(write(content))
+
+
+def test_a_missing_file_and_a_folder_are_refused(tmp_path):
+    assert refusal(tmp_path / "none.yaml") == f"{tmp_path / 'none.yaml'}: no such recipe file"
+    assert "is a directory" in refusal(tmp_path)
+
+
+OVERRIDES = {
+    "x": "--set x: write it as key=value",
+    "=3": "write it as key=value",
+    "quantization.metod=rtn": "--set: quantization.metod: unknown key; did you mean 'method'?",
+    "seed=1": "--set: seed: unknown key; did you mean 'run.seed'?",
+    "quantization=rtn": "--set: quantization: is a section; set one of its keys: format",
+    "name.x=1": "--set: name.x: name is a value, not a section",
+    "quantization.damping=-1": "--set: quantization.damping: -1 is not allowed; must be greater than 0",
+    "quantization.ignore=[": "--set: quantization.ignore: line 1, column 2",
+    "calibration.path=none": "calibration.path: '",
+}
+
+
+@pytest.mark.parametrize("override", OVERRIDES, ids=range(len(OVERRIDES)))
+def test_a_bad_override_is_refused_by_name(write, override):
+    assert OVERRIDES[override] in refusal(write(BASE), [override])
+
+
+def test_an_override_of_a_section_that_is_no_mapping_names_the_file(write):
+    path = write(BASE + "run: 3\n")
+    assert refusal(path, ["run.seed=1"]) == f"{path}: run: 3 is not allowed; must be a mapping"
+
+
+def test_a_recipe_cannot_be_changed_after_its_check(write):
+    with pytest.raises(ValueError, match="frozen"):
+        Recipe.load(write(BASE)).name = "u"
