@@ -28,7 +28,7 @@ from compressor.decode.sampling import draw
 from compressor.errors import CompressError
 from compressor.ui import UI, Progress
 
-BATCH = 96  # answers written at a time; larger ones bring little more speed and cost cache memory
+BATCH = 64  # answers written at a time; larger batches pad more and need more cache, and were no faster
 MAX_NEW_TOKENS = 192  # long enough for most answers; longer ones would trade prompts, hence diversity, for length
 USUAL_NEW_TOKENS = 120  # expected answer when planning how many prompts a set needs ...
 USUAL_PROMPTS = 32  # ... but a small set takes about this many with shorter answers: a step costs much, a row little
@@ -138,10 +138,10 @@ class _Writer:
                 if self.missing > 0:
                     self.answer(batch)
             prompts = prompts[chunk:]
-            mean = self.answered / len(self.documents)
-            if mean < LEAST_MEAN_ANSWER:
+            wrote = self.answered / len(self.documents)
+            if wrote < LEAST_MEAN_ANSWER:
                 raise CompressError(
-                    f"self-generation: {len(self.documents)} answers of the model have {mean:.1f} tokens on average "
+                    f"self-generation: {len(self.documents)} answers of the model have {wrote:.1f} tokens on average "
                     "before they end; check the checkpoint and its chat template, or calibrate on a corpus"
                 )
 
@@ -160,6 +160,8 @@ class _Writer:
         )
         self.add(sum(map(len, batch)))
         own, model.generation_config = model.generation_config, GenerationConfig()  # its penalties would be merged in
+        # the last positions of the prompts are a strided slice, for which torch copies the head's weight once a row
+        compact = model.get_output_embeddings().register_forward_pre_hook(lambda _, args: (args[0].contiguous(),))
         try:
             output = model.generate(
                 ids,
@@ -170,6 +172,7 @@ class _Writer:
             )
         finally:
             model.generation_config = own
+            compact.remove()
         for prompt, answer in zip(batch, output[:, width:].tolist(), strict=True):
             stop = next((i for i, token in enumerate(answer) if token in self.ends), None)
             self.answered += len(answer) if stop is None else stop

@@ -34,25 +34,31 @@ def _bf16_products() -> Iterator[None]:
 class InputStatistics:
     """What quantization needs to know of one group's input.
 
-    hessian: XᵀX / tokens, float32 [in, in] (the 2 of the GPTQ paper cancels); None when no method needs it.
-    amax: largest magnitude seen. tokens: rows of X.
+    hessian: XᵀX / tokens, float32 [in, in] (the 2 of the GPTQ paper cancels). amax: largest magnitude. Each is None
+    where nothing needs it. tokens: rows of X.
     """
 
     hessian: torch.Tensor | None
-    amax: float = 0.0
+    amax: float | None
     tokens: int = 0
 
     def add(self, x: torch.Tensor) -> None:
         x = x.reshape(-1, x.shape[-1])
-        self.amax = max(self.amax, x.abs().max().item())
         self.tokens += x.shape[0]
+        if self.amax is not None:
+            low, high = x.aminmax()
+            self.amax = max(self.amax, high.item(), -low.item())
         if self.hessian is not None:
             wide = x.float()
             if x.dtype == torch.bfloat16:
                 with _bf16_products():
-                    self.hessian.addmm_(wide.T, wide)
+                    self.hessian += wide.T @ wide  # a third faster than addmm_ here
             else:
-                self.hessian.addmm_(wide.T, wide)
+                self.hessian += wide.T @ wide
+
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(self.amax or 0.0) and (self.hessian is None or bool(self.hessian.diagonal().isfinite().all()))
 
 
 def collect(
@@ -62,6 +68,7 @@ def collect(
     forward: Callable[[torch.Tensor], object],
     *,
     hessians: bool,
+    ranges: bool,
 ) -> dict[LinearGroup, InputStatistics]:
     """Run the calibration rows through `layer` and gather the statistics of every group's input.
 
@@ -70,7 +77,8 @@ def collect(
         groups: in order of execution.
         batches: hidden states [rows, length, hidden] that enter the block.
         forward: runs one batch through the layer; it is cut short at the last group's input.
-        hessians: also accumulate XᵀX.
+        hessians: accumulate XᵀX, which GPTQ and the scale search weigh errors by.
+        ranges: note the largest magnitude, which 4-bit activations need.
 
     Raises CompressError for an input that is not finite, naming the linear.
     """
@@ -79,7 +87,7 @@ def collect(
     for group in groups:
         linear = layer.get_submodule(group.names[0])
         size = linear.in_features
-        entry = InputStatistics(torch.zeros(size, size) if hessians else None)
+        entry = InputStatistics(torch.zeros(size, size) if hessians else None, 0.0 if ranges else None)
         statistics[group] = entry
 
         def hook(module, args, entry=entry, last=group is groups[-1]):
@@ -96,7 +104,7 @@ def collect(
         for handle in hooks:
             handle.remove()
     for group, entry in statistics.items():
-        if not math.isfinite(entry.amax):
+        if not entry.finite:
             raise CompressError(
                 f"{group.names[0]}: calibration input is not finite; check the source's weights and dtype"
             )
@@ -168,7 +176,7 @@ def quantize(
         for name, linear, result in zip(group.names, linears, results, strict=True):
             linear.weight = nn.Parameter(fmt.decode(result.tensors).to(linear.weight.dtype), requires_grad=False)
             if settings.activations == "4bit":
-                assert seen is not None
+                assert seen is not None and seen.amax is not None
                 input_scale = fmt.input_global_scale(seen.amax)
                 if input_scale is not None:
                     result.tensors["input_global_scale"] = input_scale

@@ -93,11 +93,6 @@ class Run:
             for i in range(self.config.num_hidden_layers)
         ]
 
-    @property
-    def needs_data(self) -> bool:
-        settings = self.recipe.quantization
-        return settings.method == "gptq" or settings.activations == "4bit"
-
 
 def run(
     recipe: Recipe, *, out: Path, work: Path, ui: UI, resume: bool = False, offline: bool = False
@@ -166,7 +161,7 @@ def check_source(state: Run) -> None:
 
 def calibrate(state: Run) -> None:
     """Build the calibration rows, once."""
-    if not state.needs_data or state.job.stage("calibration"):
+    if not state.recipe.quantization.needs_data or state.job.stage("calibration"):
         return
     state.ui.stage("calibration")
     spec = state.recipe.calibration
@@ -233,7 +228,7 @@ def quantize(state: Run) -> None:
         return
     stream = BlockStream(Weights(state.source.folder), state.config, state.dtype)
     if done < total:
-        flow = start_activations(state, stream, done) if state.needs_data else None
+        flow = start_activations(state, stream, done) if state.recipe.quantization.needs_data else None
         with state.ui.progress("quantize", sum(len(groups) for groups in state.block_groups[done:])) as progress:
             for index in range(done, total):
                 quantize_block(state, stream, index, flow, progress.advance)
@@ -275,7 +270,12 @@ def quantize_block(
         if flow and groups:
             batches = (hidden for _, hidden in flow.batches(size))
             statistics = blocks.collect(
-                layer, groups, batches, lambda x: stream.run(index, layer, x), hessians=settings.method == "gptq"
+                layer,
+                groups,
+                batches,
+                lambda x: stream.run(index, layer, x),
+                hessians=settings.needs_hessians,
+                ranges=settings.activations == "4bit",
             )
         finished = blocks.quantize(layer, prefix, groups, statistics, state.fmt, settings, advance)
         tensors = {

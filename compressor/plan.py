@@ -86,7 +86,9 @@ def make(recipe: Recipe) -> Plan:
         "bits_per_weight": fmt.bits_per_weight,
         "activations": settings.activations,
         "method": settings.method,
-        "calibration_tokens": recipe.calibration.rows * recipe.calibration.length if _needs_data(recipe) else 0,
+        "calibration_tokens": recipe.calibration.rows * recipe.calibration.length
+        if recipe.quantization.needs_data
+        else 0,
     }
     if found is None:
         why = "the download is not unpacked yet" if local else "the source is not on this machine"
@@ -119,10 +121,6 @@ def make(recipe: Recipe) -> Plan:
         machine=asdict(machine),
         notes=notes,
     )
-
-
-def _needs_data(recipe: Recipe) -> bool:
-    return recipe.quantization.method == "gptq" or recipe.quantization.activations == "4bit"
 
 
 def _look(recipe: Recipe) -> tuple[Any, Inventory, str] | None:
@@ -182,7 +180,7 @@ def _from_config(config: Any, dtype: str) -> Inventory:
 
 
 def _groups(recipe: Recipe, config: Any, inventory: Inventory, fmt: formats.Format) -> tuple[list[Group], list[str]]:
-    """Linears that would be quantized, by shared input, and the names of those that the recipe leaves out."""
+    """Linears that would be quantized, by common input, and the names of those that the recipe leaves out."""
     family = models.get(config.model_type)
     groups, ignored = [], []
     for index in range(config.num_hidden_layers):
@@ -263,7 +261,7 @@ def _job(recipe: Recipe, config: Any, inventory: Inventory, groups: list[Group],
         source_bytes=inventory.total_bytes,
         bundle_bytes=sum(item.bytes_after for item in classes) + kept * itemsize,
         itemsize=itemsize,
-        calibration_tokens=recipe.calibration.rows * recipe.calibration.length if _needs_data(recipe) else 0,
+        calibration_tokens=recipe.calibration.rows * recipe.calibration.length if recipe.quantization.needs_data else 0,
     )
 
 

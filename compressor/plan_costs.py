@@ -9,12 +9,17 @@ from dataclasses import dataclass
 
 import torch
 
+from compressor.calibration.selfgen import BATCH, MAX_NEW_TOKENS, USUAL_NEW_TOKENS
 from compressor.formats import Format
 from compressor.quantize import gptq
 from compressor.recipe import Recipe
 
-PROCESS_BYTES = 600_000_000
+PROCESS_BYTES = 450_000_000
 """Resident set of Python with torch and transformers loaded and a tokenizer open, before any weight."""
+MEMORY_SLACK = 1.25
+"""What the C allocator keeps beyond what is in use: observed resident sets over the sums below."""
+PROMPT_TOKENS = 60
+"""Tokens of a self-generation prompt with its chat template, on average."""
 LAYER_STEP_SECONDS = 0.4e-3
 """Interpreter and dispatch time of one decoder layer for one forward call on a CPU, beside its arithmetic."""
 EVALUATION_BATCH = 4
@@ -82,7 +87,11 @@ class Machine:
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage of the job. memory: what the peak consists of, bytes."""
+    """One stage of the job. memory: what is in use at its peak, bytes; memory_bytes: their sum with `MEMORY_SLACK`.
+
+    A mapped model counts where a step reads all of it. Pages that a block-by-block stage has passed also show in the
+    resident set, but the system takes them back when it needs them.
+    """
 
     name: str
     seconds: float
@@ -159,12 +168,10 @@ def stages(job: Job, machine: Machine) -> list[Stage]:
     recipe = job.recipe
     found = []
     if job.calibration_tokens and recipe.calibration.kind == "self":
-        spec = recipe.calibration
-        found.append(_generation("calibration rows", job, machine, spec.rows, spec.length, spec.batch_size))
+        found.append(_generation("calibration rows", job, machine, job.calibration_tokens))
     quality = recipe.measure.quality
     if quality.kind == "self":
-        batch = min(quality.rows, recipe.calibration.batch_size)
-        found.append(_generation("evaluation rows", job, machine, quality.rows, quality.length, batch))
+        found.append(_generation("evaluation rows", job, machine, quality.rows * quality.length))
     if recipe.proposer.kind != "none":
         found.append(_acceptance("baseline acceptance", job, machine, job.source_bytes, mapped=True))
     found.append(_quantization(job, machine))
@@ -177,15 +184,21 @@ def stages(job: Job, machine: Machine) -> list[Stage]:
     return found
 
 
-def _generation(name: str, job: Job, machine: Machine, rows: int, length: int, batch: int) -> Stage:
-    """The target, mapped whole, writes `rows` of `length` tokens, `batch` at a time."""
-    steps = -(-rows // batch) * length
-    memory = {
-        "mapped model": job.source_bytes,
-        "key-value cache": job.layers * job.kv_width * batch * length * job.itemsize,
-        "logits": 3 * batch * job.vocabulary * 4,
-    }
-    return _stage(name, steps * _step_seconds(job, machine, batch, job.source_bytes), memory)
+def _generation(name: str, job: Job, machine: Machine, tokens: int) -> Stage:
+    """The target, mapped whole, answers prompts in batches until there are `tokens`; each batch runs to its longest.
+
+    Memory: the cache of keys and values twice, for it grows by concatenation. Time adds reading the cache, half full on
+    average, and eight passes over the logits for the draw.
+    """
+    answers = -(-tokens // (PROMPT_TOKENS + USUAL_NEW_TOKENS))
+    batches = -(-answers // BATCH)
+    batch = -(-answers // batches)
+    cache = job.layers * job.kv_width * batch * (PROMPT_TOKENS + MAX_NEW_TOKENS) * job.itemsize
+    logits = batch * job.vocabulary * 4
+    step = _step_seconds(job, machine, batch, job.source_bytes)
+    step += (cache / 2 + 8 * logits) / machine.memory_bytes_per_second
+    memory = {"mapped model": job.source_bytes, "key-value cache": 2 * cache, "logits": 6 * logits}
+    return _stage(name, batches * MAX_NEW_TOKENS * step, memory)
 
 
 def _acceptance(name: str, job: Job, machine: Machine, weight_bytes: int, *, mapped: bool) -> Stage:
@@ -203,9 +216,9 @@ def _acceptance(name: str, job: Job, machine: Machine, weight_bytes: int, *, map
 def _quantization(job: Job, machine: Machine) -> Stage:
     """Per block: two forwards, the Hessians, and for every input a factorization and a sweep over its columns.
 
-    Memory: the current block, one more copy of its largest group in float32 four times over (weight, result, errors,
-    decoded), one Hessian [in, in] float32 per distinct input of the block plus four of the largest for its
-    factorization, the calibration rows in the source's dtype up to the budget, and one batch's activations.
+    Memory: the current block, its largest group in float32 four times over (weight, result, errors, decoded), one
+    Hessian [in, in] float32 per distinct input of the block plus four of the largest for its factorization, the
+    calibration rows in the source's dtype up to the budget, and one batch's activations.
     """
     recipe = job.recipe
     gptq_used = recipe.quantization.method == "gptq"
@@ -214,10 +227,11 @@ def _quantization(job: Job, machine: Machine) -> Stage:
     for group in job.groups:
         width, outputs = group.in_features, group.out_features
         seconds += width * outputs * machine.search_seconds_per_weight
+        if recipe.quantization.needs_hessians:
+            hessians[group.block] = hessians.get(group.block, 0) + 4 * width**2
+            seconds += 2 * job.calibration_tokens * width**2 / machine.bf16_flops
         if not gptq_used:
             continue
-        hessians[group.block] = hessians.get(group.block, 0) + 4 * width**2
-        seconds += 2 * job.calibration_tokens * width**2 / machine.bf16_flops
         seconds += (4 / 3 * width**3 + outputs * width**2) / machine.float32_flops
         seconds += width * (machine.column_seconds + outputs * machine.column_seconds_per_output)
     spec = recipe.calibration
@@ -256,7 +270,7 @@ def _quality(job: Job, machine: Machine) -> Stage:
 
 def _stage(name: str, seconds: float, memory: dict[str, int]) -> Stage:
     memory = {"process": PROCESS_BYTES, **memory}
-    return Stage(name, seconds, memory, sum(memory.values()))
+    return Stage(name, seconds, memory, int(MEMORY_SLACK * sum(memory.values())))
 
 
 def disk_bytes(job: Job) -> int:

@@ -105,6 +105,16 @@ class Quantization(Section):
             raise _refuse("activations", self.activations, reason)
         return self
 
+    @property
+    def needs_hessians(self) -> bool:
+        """Whether calibration gathers Hessians: GPTQ needs them whole, the scale search their diagonal."""
+        return self.method == "gptq" or self.scale_search == "mse"
+
+    @property
+    def needs_data(self) -> bool:
+        """Whether there is a calibration at all; 4-bit activations need the largest input of every linear."""
+        return self.needs_hessians or self.activations == "4bit"
+
     def ignores(self, module: str) -> bool:
         """Whether a linear (full name, ``model.layers.0.mlp.down_proj``) matches one of the `ignore` patterns."""
         return any(fnmatchcase(module, pattern) for pattern in self.ignore)

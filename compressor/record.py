@@ -203,8 +203,8 @@ def _decisions(state: Run) -> list[dict]:
     decisions = [
         {"what": "embeddings, norms and lm_head kept in " + state.recipe.source.dtype, "why": "engines read them so"}
     ]
-    if not state.needs_data:
-        decisions.append({"what": "no calibration", "why": "round-to-nearest of weights uses no data"})
+    if not state.recipe.quantization.needs_data:
+        decisions.append({"what": "no calibration", "why": "rounding to nearest without a scale search uses no data"})
     decisions += [{"what": note, "why": "conversion of the source"} for note in state.source.notes]
     return decisions + state.job.stage("outside")["decisions"]
 

@@ -168,7 +168,8 @@ def test_stages_follow_the_recipe(model):
         "quantized acceptance",
     ]
     bare = {"measure": {"quality": {"kind": "none"}}, "proposer": {"kind": "none"}}
-    assert names(quantization={"method": "rtn"}, **bare) == ["quantize"]
+    assert names(quantization={"method": "rtn", "scale_search": "none"}, **bare) == ["quantize"]
+    assert names(quantization={"method": "rtn"}, **bare) == ["calibration rows", "quantize"]  # the search uses data
     assert names(**bare) == ["calibration rows", "quantize"]
 
 

@@ -9,8 +9,8 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from compressor.checkpoint.inventory import Inventory
 from compressor.checkpoint.weights import Weights
-from compressor.errors import CompressError
-from compressor.kernels.linear import PackedLinear
+from compressor.errors import CompressError, UsageError
+from compressor.kernels.linear import KERNELS, PackedLinear
 from compressor.models import skeleton
 
 LEGACY_BUFFERS = r"rotary_emb\.inv_freq$"
@@ -27,9 +27,11 @@ def load(folder: str | Path, *, dtype: torch.dtype = torch.bfloat16, kernel: str
     linears are rounded as the engine would. generation_config.json, if there, sets `model.generation_config`.
 
     Raises CompressError naming the file or tensor for anything missing, unexpected, misshapen or not finite: a tensor
-    that the model class does not use is an error too, unless it belongs to an MTP module or the class
-    itself says that it ignores it.
+    that the model class does not use is an error too, unless it belongs to an MTP module or the class itself says that
+    it ignores it. Raises UsageError for an unknown `kernel`.
     """
+    if kernel not in KERNELS:
+        raise UsageError(f"kernel: {kernel!r} is not one of {', '.join(KERNELS)}")
     folder = Path(folder)
     config, _ = skeleton.read_config(folder)
     weights = Weights(folder)

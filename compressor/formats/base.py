@@ -13,7 +13,7 @@ from torch import Tensor
 from compressor.errors import CompressError, UsageError
 
 SEARCHES = ("none", "mse")
-GROUP_SIZES_HINT = (128, 64, 32, 16)
+_GROUP_SIZES = (128, 64, 32, 16)
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Format(ABC):
     def check(self, in_features: int, layer: str) -> None:
         """Raise CompressError when a layer with this many inputs does not divide into whole groups."""
         if in_features % self.group_size:
-            fitting = next((g for g in GROUP_SIZES_HINT if g < self.group_size and in_features % g == 0), None)
+            fitting = next((g for g in _GROUP_SIZES if g < self.group_size and in_features % g == 0), None)
             remedy = f"a format with groups of {fitting}" if fitting else "another format"
             raise CompressError(
                 f"{layer}: in_features {in_features} is not a multiple of {self.name}'s group of {self.group_size}; "

@@ -1,6 +1,6 @@
 """The `quantization_config` of config.json: what transformers and vLLM read to load a compressed-tensors checkpoint."""
 
-from compressor.errors import CompressError
+from compressor.errors import CompressError, UsageError
 from compressor.formats.base import Format
 from compressor.formats.int4 import Int4
 from compressor.formats.mxfp4 import Mxfp4
@@ -14,11 +14,11 @@ _NOT_LAYOUT = ("observer", "observer_kwargs", "actorder", "zp_dtype", "block_str
 def quantization_config(fmt: Format, *, activations: bool, ignore: list[str]) -> dict:
     """The whole section. activations: 4-bit inputs too (W4A4). ignore: module names as engines match them.
 
-    Raises CompressError where `activations` is asked of a format without such a scheme.
+    Raises UsageError where `activations` is asked of a format without such a scheme.
     """
     inputs = fmt.activations_config() if activations else None
     if activations and inputs is None:
-        raise CompressError(f"{fmt.name} has no 4-bit activations; set quantization.activations to 16bit")
+        raise UsageError(f"{fmt.name} has no 4-bit activations; set quantization.activations to 16bit")
     group = {
         "targets": ["Linear"],
         "weights": fmt.weights_config(),

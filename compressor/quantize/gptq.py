@@ -44,13 +44,15 @@ class Factor:
     precision: str
 
 
+@torch.no_grad()
 def factorize(
     hessian: Tensor, *, damping: float = 0.01, order: str = "static", name: str = "weight", dtype: torch.dtype
 ) -> Factor:
     """Damp, order and invert a Hessian (float [in, in], symmetric, Σ x xᵀ up to a constant) in `dtype` or float64.
 
-    Damping is multiplied by ten, at most three times, where even float64 finds no Cholesky factor. Raises CompressError
-    naming the layer for NaN, Inf, a wrong shape, an empty Hessian or one that stays singular; UsageError for options.
+    Damping (0 counting as 1e-4) is multiplied by ten, at most three times, where even float64 finds no Cholesky factor.
+    Raises CompressError naming the layer for NaN, Inf, a wrong shape, an empty Hessian or one that stays singular;
+    UsageError for the options.
     """
     if order not in ORDERS:
         raise UsageError(f"order: {order!r} is not one of {', '.join(ORDERS)}")
@@ -88,7 +90,7 @@ def factorize(
 
 
 def _invert(reversed_hessian: Tensor, ridge: float) -> Tensor | None:
-    """Upper U with H⁻¹ = Uᵀ U from the column-reversed H (overwritten); None where H is not positive definite."""
+    """Upper U with H⁻¹ = Uᵀ U from the column-reversed H; None where H is not positive definite."""
     damped = reversed_hessian.clone()
     damped.diagonal().add_(ridge)
     lower, info = torch.linalg.cholesky_ex(damped)
@@ -99,6 +101,7 @@ def _invert(reversed_hessian: Tensor, ridge: float) -> Tensor | None:
     return upper if bool(upper.isfinite().all()) else None
 
 
+@torch.no_grad()
 def solve(
     weight: Tensor, factor: Factor, fmt: Format, step: Tensor, zero: Tensor | None, *, block_size: int = 128
 ) -> Tensor:
@@ -156,6 +159,7 @@ def pack_values(values: Tensor, fmt: Format, grid: Grid) -> dict[str, Tensor]:
     return fmt.pack(fmt.round(groups, grid.step[..., None], zero).flatten(1), grid)
 
 
+@torch.no_grad()
 def gptq(
     weight: Tensor,
     hessian: Tensor,

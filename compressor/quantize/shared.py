@@ -30,6 +30,7 @@ class LayerResult:
     stats: dict = field(default_factory=dict)
 
 
+@torch.no_grad()
 def quantize_shared(
     weights: list[Tensor],
     fmt: Format,

@@ -9,8 +9,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig, GenerationConfig
 
 from compressor import formats
+from compressor.checkpoint.weights import Weights
 from compressor.decode import Law, Runner, engine
-from compressor.errors import CompressError
+from compressor.errors import CompressError, UsageError
 from compressor.formats.config import quantization_config
 from compressor.kernels.linear import PackedLinear
 
@@ -58,15 +59,25 @@ def test_a_full_precision_checkpoint_gives_the_logits_of_transformers(tmp_path, 
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
 
 
-def test_weights_of_the_same_dtype_are_mapped_not_copied(tmp_path):
+@pytest.mark.parametrize(("dtype", "copied"), [(torch.bfloat16, False), (torch.float32, True)])
+def test_weights_are_copied_only_to_change_their_dtype(tmp_path, monkeypatch, dtype, copied):
     tiny.save(tmp_path)
-    model = engine.load(tmp_path, dtype=torch.bfloat16)
-    assert not model.model.embed_tokens.weight.untyped_storage().is_shared()
-    assert torch.equal(model.model.embed_tokens.weight, read(tmp_path)["model.embed_tokens.weight"])
+    read_at, get = {}, Weights.get
+
+    def noted(self, name):
+        tensor = get(self, name)
+        read_at[name] = tensor.data_ptr()
+        return tensor
+
+    monkeypatch.setattr(Weights, "get", noted)
+    parameters = dict(engine.load(tmp_path, dtype=dtype).named_parameters())
+    assert parameters.keys() == read_at.keys()
+    assert all((parameters[name].data_ptr() != read_at[name]) == copied for name in parameters)
 
 
 @pytest.mark.parametrize("kind", ["llama", "llama-tied", "qwen2", "gemma3", "phi3"])
 @pytest.mark.parametrize("fmt", ["int4-g32", "int4-g32-asym"])
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
 def test_a_packed_bundle_gives_the_logits_of_transformers(tmp_path, kind, fmt):
     bundle(tmp_path, kind, fmt)
     # compressed-tensors 0.20.0 does not expect packed zero points on the meta device, so transformers can only decode
@@ -126,7 +137,7 @@ Q = "model.layers.1.self_attn.q_proj."
         (drop, "lm_head.weight", "'lm_head.weight' is missing"),
         (drop, Q + "weight_packed", Q + "weight' is missing|" + Q + "weight_"),
         (drop, Q + "weight_scale", Q.strip(".") + ": weight_scale is missing"),
-        (add, "model.layers.7.extra", "'model.layers.7.extra' is not part of a llama"),
+        (add, "model.layers.1.extra", "'model.layers.1.extra' is not part of a llama"),
         (add, Q + "bias", "q_proj.bias"),
         (shrink, "model.norm.weight", "'model.norm.weight' has shape"),
         (poison, "model.norm.weight", "'model.norm.weight' holds 1 NaN"),
@@ -139,6 +150,13 @@ def test_a_damaged_bundle_is_refused_by_name(tmp_path, damage, name, says):
     write(tmp_path, tensors)
     with pytest.raises(CompressError, match=says):
         engine.load(tmp_path)
+
+
+def test_tensors_of_an_mtp_module_are_left_alone(tmp_path):
+    bundle(tmp_path)
+    tensors = read(tmp_path)
+    write(tmp_path, {**tensors, "mtp.fc.weight": torch.zeros(64, 128), "mtp.norm.weight": torch.zeros(64)})
+    assert not any("mtp" in name for name, _ in engine.load(tmp_path).named_parameters())
 
 
 def test_a_packed_layer_of_another_shape_or_name_is_refused(tmp_path):
@@ -174,3 +192,8 @@ def test_an_unreadable_generation_config_is_named(tmp_path):
         engine.load(tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 2}))
     assert engine.load(tmp_path).generation_config.eos_token_id == 2
+
+
+def test_an_unknown_kernel_is_refused_before_anything_is_read(tmp_path):
+    with pytest.raises(UsageError, match="kernel: 'fast' is not one of auto, cpu-int4, dequantized"):
+        engine.load(tmp_path, kernel="fast")

@@ -98,7 +98,7 @@ def test_foreign_groups_are_refused():
         group[part] = {"num_bits": 8, "type": "int"} if change is None else {**group[part], **change}
         with pytest.raises(CompressError, match=f"config_groups.group_0.{part}"):
             config.format_from_config(written)
-    with pytest.raises(CompressError, match="int4-g64 has no 4-bit activations"):
+    with pytest.raises(UsageError, match="int4-g64 has no 4-bit activations"):
         config.quantization_config(formats.get("int4-g64"), activations=True, ignore=[])
 
 

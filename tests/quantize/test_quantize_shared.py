@@ -87,6 +87,30 @@ def test_rounding_uses_the_hessians_diagonal_for_its_search_only():
     assert all(torch.equal(v, fmt.encode(weight)[k]) for k, v in plain.tensors.items())
 
 
+@pytest.mark.parametrize("name", ["int4-g64", "int4-g64-asym", "nvfp4", "mxfp4"])
+def test_results_do_not_depend_on_threads_or_on_autograd(name):
+    fmt, x = formats.get(name), inputs()
+    weight = torch.randn(2048, 64, generator=torch.Generator().manual_seed(2)).bfloat16()  # several chunks of a search
+
+    def tensors(w: torch.Tensor) -> dict[str, torch.Tensor]:
+        return quantize_shared([w], fmt, method="gptq", hessian=x.T @ x, names=["w"])[0].tensors
+
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        single = tensors(weight)
+        torch.set_num_threads(3)
+        several = tensors(torch.nn.Parameter(weight))
+        with torch.inference_mode():
+            inferred = tensors(weight.clone())
+    finally:
+        torch.set_num_threads(before)
+    for other in (several, inferred):
+        assert all(torch.equal(single[k], other[k]) for k in single if k != "weight_packed")
+        assert float((fmt.decode(single) == fmt.decode(other)).float().mean()) > 0.999
+        assert not any(t.requires_grad for t in other.values())
+
+
 def test_metrics_of_exact_and_zero_weights():
     weight = weights()[0].float()
     assert relative_output_error(weight, weight, None) == 0 and sqnr_db(weight, weight) == math.inf
