@@ -58,7 +58,9 @@ class InputStatistics:
 
     @property
     def finite(self) -> bool:
-        return math.isfinite(self.amax or 0.0) and (self.hessian is None or bool(self.hessian.diagonal().isfinite().all()))
+        return math.isfinite(self.amax or 0.0) and (
+            self.hessian is None or bool(self.hessian.diagonal().isfinite().all())
+        )
 
 
 def collect(

@@ -114,12 +114,16 @@ def test_gptq_is_closer_to_the_reference_than_rounding(tmp_path, rows, text):
 
 def test_ignored_linears_stay_as_they_were_and_are_named(tmp_path, rows, text):
     source = tiny.save(tmp_path / "source")
-    made = recipe(source, rows, text, quality=False, ignore=["model.layers.0.self_attn.[qkv]_proj", "*.1.mlp.down_proj"])
+    made = recipe(
+        source, rows, text, quality=False, ignore=["model.layers.0.self_attn.[qkv]_proj", "*.1.mlp.down_proj"]
+    )
     bundle = run(tmp_path, made)
     ignore = json.loads((bundle.path / "config.json").read_text())["quantization_config"]["ignore"]
-    assert {"model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.qkv_proj", "model.layers.1.mlp.down_proj"} <= set(
-        ignore
-    )
+    assert {
+        "model.layers.0.self_attn.q_proj",
+        "model.layers.0.self_attn.qkv_proj",
+        "model.layers.1.mlp.down_proj",
+    } <= set(ignore)
     tensors = {k: v for f in bundle.path.glob("*.safetensors") for k, v in load_file(f).items()}
     original = {k: v for f in source.glob("*.safetensors") for k, v in load_file(f).items()}
     name = "model.layers.0.self_attn.q_proj.weight"
@@ -137,8 +141,11 @@ def test_fused_parts_share_one_global_scale(tmp_path, rows, text):
     source = tiny.save(tmp_path / "source")
     bundle = run(tmp_path, recipe(source, rows, text, quality=False, format="nvfp4", method="rtn"))
     tensors = {k: v for f in bundle.path.glob("*.safetensors") for k, v in load_file(f).items()}
-    scale = {part: tensors[f"model.layers.0.{part}.weight_global_scale"].item() for part in
-             ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.gate_proj")}  # fmt: skip
+    attention = [f"self_attn.{part}_proj" for part in "qkvo"]
+    scale = {
+        part: tensors[f"model.layers.0.{part}.weight_global_scale"].item()
+        for part in (*attention, "mlp.up_proj", "mlp.gate_proj")
+    }
     assert scale["self_attn.q_proj"] == scale["self_attn.k_proj"] == scale["self_attn.v_proj"]
     assert scale["mlp.up_proj"] == scale["mlp.gate_proj"]
     assert scale["self_attn.o_proj"] != scale["self_attn.q_proj"]

@@ -102,6 +102,7 @@ class BlockStream:
             for hook in hooks:
                 hook.remove()
             skeleton.release(layer)
+            self.weights.reader.close()  # unmap what has been read; the next block opens its shard again
 
     @torch.inference_mode()
     def run(self, index: int, layer: nn.Module, hidden: torch.Tensor) -> torch.Tensor:

@@ -44,7 +44,9 @@ def test_distances_follow_their_definitions():
     p, q = torch.tensor([0.4, 0.3, 0.15, 0.1, 0.05]), torch.tensor([0.25, 0.35, 0.2, 0.1, 0.1])
     result = quality.distances(p.log()[None], q.log()[None], torch.tensor([1]))
     assert result["tv"] == pytest.approx(0.15)  # 1 - the lecture's overlap of 0.85
-    assert result["kl"] == pytest.approx(sum(a * math.log(a / b) for a, b in zip(p.tolist(), q.tolist(), strict=True)), abs=1e-6)
+    assert result["kl"] == pytest.approx(
+        sum(a * math.log(a / b) for a, b in zip(p.tolist(), q.tolist(), strict=True)), abs=1e-6
+    )
     assert result["nll"] == pytest.approx(-math.log(0.35))
     assert result["nll_reference"] == pytest.approx(-math.log(0.3))
     assert result["top1"] == 0

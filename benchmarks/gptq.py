@@ -1,0 +1,69 @@
+#!/usr/bin/env python3
+"""Time and peak memory of a whole `compress` GPTQ run beside another tool's, as ratios from one run.
+
+    gptq.py MODEL_DIR IDS.pt [--format int4-g64] [--peer "COMMAND ..."] [--json FILE]
+
+IDS.pt is an int64 tensor [rows, length]; the peer's command must quantize the same model on the same rows. Both run
+alone, one after the other, as whole processes: start, imports, reading, calibration, quantizing, writing (and, for
+ours, signing and verifying). Peak memory is the largest resident set of the process. Seconds depend on the machine and
+its neighbours; the ratios are what to compare.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+RECIPE = """
+name: benchmark
+source: {{uri: {model}}}
+quantization: {{format: {format}, method: gptq}}
+calibration: {{kind: tokens, path: {ids}, rows: {rows}, length: {length}}}
+proposer: {{kind: none}}
+measure: {{quality: {{kind: none}}}}
+"""
+
+
+def run(command: list[str]) -> dict:
+    """Seconds and peak resident bytes of one child process. Raises SystemExit if it fails."""
+    started = time.perf_counter()
+    process = subprocess.Popen(command, stdout=sys.stderr)
+    _, status, usage = os.wait4(process.pid, 0)
+    if status:
+        raise SystemExit(f"failed: {shlex.join(command)}")
+    return {"seconds": round(time.perf_counter() - started, 1), "peak_bytes": usage.ru_maxrss * 1024}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("ids", type=Path)
+    parser.add_argument("--format", default="int4-g64")
+    parser.add_argument("--peer", help="command line of the other tool")
+    parser.add_argument("--json", type=Path, help="write the result here too")
+    args = parser.parse_args()
+    rows, length = torch.load(args.ids, weights_only=True).shape
+    with tempfile.TemporaryDirectory() as folder:
+        recipe = Path(folder) / "recipe.yaml"
+        paths = {"model": args.model.resolve(), "ids": args.ids.resolve()}
+        recipe.write_text(RECIPE.format(**paths, format=args.format, rows=rows, length=length))
+        compress = [sys.executable, "-m", "compressor.cli", str(recipe), "--out", str(Path(folder) / "bundle")]
+        result = {"format": args.format, "rows": rows, "length": length, "ours": run(compress)}
+    if args.peer:
+        result["peer"] = run(shlex.split(args.peer))
+        result["time_ratio"] = round(result["ours"]["seconds"] / result["peer"]["seconds"], 3)
+        result["memory_ratio"] = round(result["ours"]["peak_bytes"] / result["peer"]["peak_bytes"], 3)
+    print(json.dumps(result, indent=1))
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
