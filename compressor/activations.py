@@ -82,7 +82,7 @@ class Activations:
             temporary = path.with_suffix(".tmp")
             try:
                 with open(temporary, "wb") as file:
-                    file.write(memoryview(self.current.contiguous().view(torch.uint8).numpy()).cast("B"))
+                    file.write(self.current.view(torch.uint8).numpy().data.cast("B"))
             except OSError:
                 temporary.unlink(missing_ok=True)
                 raise
@@ -106,7 +106,7 @@ class Activations:
 
     def _checksum(self) -> int:
         assert self.current is not None
-        data = memoryview(self.current.view(torch.uint8).view(-1).numpy())
+        data = self.current.view(torch.uint8).view(-1).numpy().data
         value = 0
         for first in range(0, self.nbytes, _CHUNK):
             value = zlib.crc32(data[first : first + _CHUNK], value)

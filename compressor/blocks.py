@@ -22,12 +22,13 @@ class _InputsSeen(Exception):
 @contextmanager
 def _bf16_products() -> Iterator[None]:
     """float32 matmuls multiply in bf16, accumulate in float32: exact for operands that came from bf16, and faster."""
-    previous = torch.backends.mkldnn.matmul.fp32_precision
-    torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+    settings = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    previous = settings.fp32_precision
+    settings.fp32_precision = "bf16"
     try:
         yield
     finally:
-        torch.backends.mkldnn.matmul.fp32_precision = previous
+        settings.fp32_precision = previous
 
 
 @dataclass
@@ -87,7 +88,7 @@ def collect(
     statistics: dict[LinearGroup, InputStatistics] = {}
     hooks = []
     for group in groups:
-        linear = layer.get_submodule(group.names[0])
+        linear = _linear(layer, group.names[0])
         size = linear.in_features
         entry = InputStatistics(torch.zeros(size, size) if hessians else None, 0.0 if ranges else None)
         statistics[group] = entry
@@ -113,6 +114,13 @@ def collect(
         if entry.hessian is not None:
             entry.hessian /= max(entry.tokens, 1)
     return statistics
+
+
+def _linear(layer: nn.Module, name: str) -> nn.Linear:
+    module = layer.get_submodule(name)
+    if not isinstance(module, nn.Linear):
+        raise CompressError(f"{name}: a {type(module).__name__}, where the model family expects a linear")
+    return module
 
 
 @dataclass
@@ -162,7 +170,7 @@ def quantize(
     """
     finished = []
     for group in groups:
-        linears = [layer.get_submodule(name) for name in group.names]
+        linears = [_linear(layer, name) for name in group.names]
         seen = statistics.get(group)
         results = quantize_shared(
             [linear.weight for linear in linears],

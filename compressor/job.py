@@ -106,6 +106,10 @@ class Job:
         """What stage `name` recorded, or None if it has not finished."""
         return self.manifest["stages"].get(name)
 
+    def result(self, name: str) -> dict:
+        """What the finished stage `name` recorded."""
+        return self.manifest["stages"][name]
+
     def finish(self, name: str, record: dict) -> dict:
         """Record stage `name` as finished. `record` must be JSON."""
         self.manifest["stages"][name] = record
@@ -128,6 +132,10 @@ class Job:
                     f"{file}: missing or changed since it was written; remove the work folder and start again"
                 )
         return record
+
+    def finished_block(self, index: int) -> dict:
+        """What block `index`, which has finished, recorded."""
+        return self.manifest["blocks"][str(index)]
 
     def finish_block(self, index: int, record: dict) -> None:
         """Record block `index`, whose file is complete, as finished."""

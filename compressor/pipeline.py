@@ -11,10 +11,11 @@ import torch
 from safetensors import safe_open
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from compressor import blocks, calibration, evals, formats, models, record
+from compressor import blocks, formats, models, record
 from compressor.activations import Activations
 from compressor.bundle import api as bundle_api
 from compressor.bundle import signing
+from compressor.calibration import build as build_calibration
 from compressor.checkpoint import reader, source, writer
 from compressor.checkpoint.inventory import Inventory
 from compressor.checkpoint.weights import Weights
@@ -22,6 +23,7 @@ from compressor.decode import engine
 from compressor.decode.law import Law
 from compressor.decode.runner import Runner
 from compressor.errors import CompressError, UsageError
+from compressor.evals import build as build_rows
 from compressor.evals import prompts as evaluation_prompts
 from compressor.job import Job, digest
 from compressor.measure import acceptance, quality
@@ -166,7 +168,7 @@ def calibrate(state: Run) -> None:
     state.ui.stage("calibration")
     spec = state.recipe.calibration
     seed = state.recipe.run.seed
-    rows = calibration.build(
+    rows = build_calibration(
         spec,
         state.tokenizer,
         seed=seed,
@@ -185,8 +187,13 @@ def baseline(state: Run) -> None:
     state.ui.stage("baseline")
     recipe = state.recipe
     entry: dict = {}
-    rows = evals.build(
-        recipe.measure.quality, state.tokenizer, seed=recipe.run.seed + 1, load_model=lambda: state.target, ui=state.ui
+    rows = build_rows(
+        recipe.measure.quality,
+        state.tokenizer,
+        seed=recipe.run.seed + 1,
+        load_model=lambda: state.target,
+        ui=state.ui,
+        vocab_size=state.config.vocab_size,
     )
     if rows is not None:
         writer.save_atomic(state.job.path("evaluation.safetensors"), {"ids": rows.ids})
@@ -254,7 +261,7 @@ def start_activations(state: Run, stream: BlockStream, index: int) -> Activation
         flow.advance()
     else:
         stream.embed(ids[:size])  # for the blocks' masks and positions
-        flow.restore(index, state.job.block(index - 1)["activations"])
+        flow.restore(index, state.job.finished_block(index - 1)["activations"])
     stream.release_embedding()
     return flow
 
@@ -286,7 +293,7 @@ def quantize_block(
             if prefix + name not in replaced:
                 tensors[prefix + name] = parameter
         writer.save_atomic(state.job.block_file(index), tensors)
-        entry = {"layers": [record.layer(layer, state.fmt.name) for layer in finished]}
+        entry: dict = {"layers": [record.layer(layer, state.fmt.name) for layer in finished]}
         if flow:
             for rows, hidden in flow.batches(size):
                 flow.put(rows, stream.run(index, layer, hidden))
@@ -343,14 +350,14 @@ def measure(state: Run, staging: Path) -> None:
         return
     state.ui.stage("measure")
     entry: dict = {}
-    if state.job.stage("baseline").get("quality"):
+    if state.job.result("baseline").get("quality"):
         with safe_open(state.job.path("evaluation.safetensors"), "pt") as file:
             ids = file.get_tensor("ids")
-        streams = [
+        reference, candidate = (
             BlockStream(Weights(folder), state.config, torch.float32) for folder in (state.source.folder, staging)
-        ]
-        with state.ui.progress("quality", len(streams[0]) + 1) as progress:
-            entry["quality"] = quality.compare(*streams, ids, progress=progress)
+        )
+        with state.ui.progress("quality", len(reference) + 1) as progress:
+            entry["quality"] = quality.compare(reference, candidate, ids, progress=progress)
     model = engine.load(staging, dtype=state.dtype)
     entry["kernels"] = record.kernels(model)
     if state.recipe.proposer.kind != "none":

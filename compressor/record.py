@@ -107,9 +107,9 @@ def kernels(model: torch.nn.Module) -> list[dict]:
 def passport(state: Run, folder: Path) -> Passport:
     """The passport of the bundle whose weights and config are in `folder`."""
     job, recipe, config = state.job, state.recipe, state.config
-    baseline, measured = job.stage("baseline"), job.stage("measure")
+    baseline, measured = job.result("baseline"), job.result("measure")
     calibration = job.stage("calibration")
-    layers = [row for i in range(config.num_hidden_layers) for row in job.block(i)["layers"]]
+    layers = [row for i in range(config.num_hidden_layers) for row in job.finished_block(i)["layers"]]
     settings, fmt, proposer = recipe.quantization, state.fmt, recipe.proposer
     law = {key: getattr(recipe.measure.acceptance, key) for key in ("temperature", "top_k", "top_p")}
     tokenizer = folder / "tokenizer.json"
@@ -206,7 +206,7 @@ def _decisions(state: Run) -> list[dict]:
     if not state.recipe.quantization.needs_data:
         decisions.append({"what": "no calibration", "why": "rounding to nearest without a scale search uses no data"})
     decisions += [{"what": note, "why": "conversion of the source"} for note in state.source.notes]
-    return decisions + state.job.stage("outside")["decisions"]
+    return decisions + state.job.result("outside")["decisions"]
 
 
 def finish_bundle(state: Run, staging: Path, out: Path, private_key: Path, public_key: Path) -> Bundle:

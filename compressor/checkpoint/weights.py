@@ -45,6 +45,7 @@ class Weights:
         """
         layer, _, leaf = name.rpartition(".")
         if leaf == "weight" and layer in self.packed:
+            assert self.format is not None
             return self.format.decode(self.layer_tensors(layer))
         tensor = self.reader.get(name)
         check_finite(name, tensor, self.reader.file_of(name))

@@ -77,6 +77,7 @@ class BlockStream:
         finally:
             self.recorders[-1].stop = False
         hidden = self.recorders[0].hidden
+        assert hidden is not None
         for recorder in self.recorders:
             recorder.hidden = None
         return hidden
@@ -90,7 +91,7 @@ class BlockStream:
         layer, prefix = self.layers[index], self.family.block(index)
         skeleton.fill(layer, prefix, self.weights.get, self.dtype)
         hooks = []
-        if self.weights.quantized_activations:
+        if self.weights.quantized_activations and self.weights.format is not None:
             for name in self.weights.packed:
                 if name.startswith(prefix):
                     scale = self.weights.layer_tensors(name).get("input_global_scale")
