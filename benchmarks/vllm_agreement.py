@@ -5,13 +5,13 @@
     vllm_agreement.py compare BUNDLE PROMPTS.txt PLAIN.json NGRAM.json
 
 A bfloat16 logit between 16 and 32 has steps of 0.125, and two engines add in different orders: where the two best
-tokens are closer than a step or two, either may win in either engine, and all tokens after differ. `select` therefore keeps,
-in order, the prompts whose margin (best logit minus second best, float32 weights) stays at least MARGIN over the whole answer.
-The rule looks at our float32 model only, never at the other engine. Run on unselected prompts too: `compare` also prints how
-far each of vLLM's tokens is from our float32 optimum, which must stay within rounding.
+tokens are closer than a step or two, either may win in either engine, and all tokens after differ. `select` therefore
+keeps, in order, the prompts whose margin (best logit minus second best, float32 weights) stays at least MARGIN over the
+whole answer. The rule looks at our float32 model only, never at the other engine. Run `compare` on unselected prompts
+too: it prints how far any of vLLM's tokens is from our float32 optimum, which must stay within rounding.
 
-PLAIN.json and NGRAM.json are JSON objects {"token_ids": [[...]], "counters": {...}} from vLLM on the same prompts,
-greedy, without and with n-gram speculation (k = 3, lookup 1 to 4); set VLLM_CPU_INT4_W4A8=0, or vLLM also rounds activations to 8 bits.
+PLAIN.json and NGRAM.json hold {"token_ids": [[...]], "counters": {...}} from vLLM on the same prompts, greedy, without
+and with n-gram speculation (k = 3, lookup 1 to 4). Set VLLM_CPU_INT4_W4A8=0 there: else vLLM rounds activations too.
 """
 
 import argparse

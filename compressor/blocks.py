@@ -129,7 +129,6 @@ class QuantizedLayer:
 
     name: str
     shape: tuple[int, int]  # [out, in]
-    original_itemsize: int
     result: LayerResult
 
 
@@ -177,6 +176,7 @@ def quantize(
             fmt,
             names=[prefix + name for name in group.names],
             method=settings.method,
+            fused=group.fused_as is not None,
             hessian=seen.hessian if seen else None,
             search=settings.scale_search,
             damping=settings.damping,
@@ -192,6 +192,6 @@ def quantize(
                     result.tensors["input_global_scale"] = input_scale
                 emulate_activations(linear, fmt, input_scale)
             shape = (linear.out_features, linear.in_features)
-            finished.append(QuantizedLayer(prefix + name, shape, linear.weight.element_size(), result))
+            finished.append(QuantizedLayer(prefix + name, shape, result))
         advance()
     return finished

@@ -6,12 +6,12 @@ resume, because the result would be neither the old run's nor the new one's.
 """
 
 import fcntl
-import hashlib
 import json
 import os
 from datetime import UTC, datetime
 from pathlib import Path
 
+from compressor.checkpoint.digest import sha256_file
 from compressor.errors import CompressError, UsageError
 from compressor.recipe import Recipe
 
@@ -35,29 +35,35 @@ class Job:
         self.work = Path(work)
         self.work.mkdir(parents=True, exist_ok=True)
         self._lock = self._take_lock()
+        try:
+            self.manifest = self._open(recipe, environment, resume)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, recipe: Recipe, environment: dict, resume: bool) -> dict:
         path = self.work / MANIFEST
         if path.exists():
             if not resume:
                 raise UsageError(
                     f"{self.work}: holds an unfinished run; add --resume to continue it or remove the folder"
                 )
-            self.manifest = self._read(path)
-            self._refuse_changes(recipe, environment)
-        else:
-            strangers = [p.name for p in self.work.iterdir() if p.name not in ("lock", MANIFEST + ".tmp")]
-            if strangers:
-                raise UsageError(
-                    f"{self.work}: not empty and not a work folder ({strangers[0]}); choose another --work"
-                )
-            self.manifest = {
-                "version": 1,
-                "created": datetime.now(UTC).isoformat(timespec="seconds"),
-                "recipe": recipe.model_dump(mode="json"),
-                "environment": environment,
-                "stages": {},
-                "blocks": {},
-            }
-            self._save()
+            manifest = self._read(path)
+            self._refuse_changes(manifest, recipe, environment)
+            return manifest
+        strangers = [p.name for p in self.work.iterdir() if p.name not in ("lock", MANIFEST + ".tmp")]
+        if strangers:
+            raise UsageError(f"{self.work}: not empty and not a work folder ({strangers[0]}); choose another --work")
+        self.manifest = {
+            "version": 1,
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            "recipe": recipe.to_dict(),
+            "environment": environment,
+            "stages": {},
+            "blocks": {},
+        }
+        self._save()
+        return self.manifest
 
     def _take_lock(self):
         lock = open(self.work / "lock", "w")  # noqa: SIM115 - held until the process ends
@@ -79,9 +85,9 @@ class Job:
             raise CompressError(f"{path}: damaged manifest; remove the work folder and start again") from None
         return manifest
 
-    def _refuse_changes(self, recipe: Recipe, environment: dict) -> None:
-        changes = recipe.diff(self.manifest["recipe"])
-        recorded = self.manifest["environment"]
+    def _refuse_changes(self, manifest: dict, recipe: Recipe, environment: dict) -> None:
+        changes = recipe.diff(manifest["recipe"])
+        recorded = manifest["environment"]
         changes += [
             f"{key}: {recorded.get(key)} → {environment.get(key)}"
             for key in sorted(recorded.keys() | environment.keys())
@@ -127,7 +133,7 @@ class Job:
         record = self.manifest["blocks"].get(str(index))
         if record is not None:
             file = self.block_file(index)
-            if not file.exists() or digest(file) != record["sha256"]:
+            if not file.exists() or sha256_file(file) != record["sha256"]:
                 raise CompressError(
                     f"{file}: missing or changed since it was written; remove the work folder and start again"
                 )
@@ -139,11 +145,5 @@ class Job:
 
     def finish_block(self, index: int, record: dict) -> None:
         """Record block `index`, whose file is complete, as finished."""
-        self.manifest["blocks"][str(index)] = {**record, "sha256": digest(self.block_file(index))}
+        self.manifest["blocks"][str(index)] = {**record, "sha256": sha256_file(self.block_file(index))}
         self._save()
-
-
-def digest(path: Path) -> str:
-    """sha256 of a file, hex."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

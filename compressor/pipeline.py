@@ -1,9 +1,10 @@
 """The main job, stage by stage: source → calibration → baseline → quantize → measure → bundle."""
 
 import os
+import re
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -16,7 +17,9 @@ from compressor.activations import Activations
 from compressor.bundle import api as bundle_api
 from compressor.bundle import signing
 from compressor.calibration import build as build_calibration
+from compressor.calibration import digest as ids_digest
 from compressor.checkpoint import reader, source, writer
+from compressor.checkpoint.digest import sha256_file
 from compressor.checkpoint.inventory import Inventory
 from compressor.checkpoint.weights import Weights
 from compressor.decode import engine
@@ -25,7 +28,7 @@ from compressor.decode.runner import Runner
 from compressor.errors import CompressError, UsageError
 from compressor.evals import build as build_rows
 from compressor.evals import prompts as evaluation_prompts
-from compressor.job import Job, digest
+from compressor.job import Job
 from compressor.measure import acceptance, quality
 from compressor.models.skeleton import read_config
 from compressor.models.stream import BlockStream
@@ -33,6 +36,7 @@ from compressor.proposers.ngram import NgramProposer
 from compressor.recipe import Recipe
 from compressor.ui import UI
 
+CALIBRATION, EVALUATION = "calibration.safetensors", "evaluation.safetensors"
 OUTSIDE = "outside.safetensors"  # embeddings, norms, head and whatever no block owns
 
 
@@ -41,10 +45,10 @@ class Run:
     """Everything the stages share. Each records its result through `job`, so that a resumed run can skip it."""
 
     recipe: Recipe
-    job: Job
     ui: UI
     source: source.ResolvedSource
     fmt: formats.Format
+    job: Job = field(init=False)
 
     @cached_property
     def config(self):
@@ -111,19 +115,20 @@ def run(
         torch.set_num_threads(recipe.run.threads)
     fmt = formats.get(recipe.quantization.format)
     private_key, public_key = signing.resolve_keys(recipe.bundle.private_key)
-    job = Job(work, recipe, record.environment(), resume=resume)
+    ui.stage("source")
+    resolved = source.resolve(
+        recipe.source.uri,
+        revision=recipe.source.revision,
+        sha256=recipe.source.sha256,
+        dtype=recipe.source.dtype,
+        offline=offline,
+        progress=ui.note,
+    )
+    state = Run(recipe, ui, resolved, fmt)
+    check_source(state)
+    state.job = job = Job(work, recipe, record.environment(), resume=resume)
     try:
-        ui.stage("source")
-        resolved = source.resolve(
-            recipe.source.uri,
-            revision=recipe.source.revision,
-            sha256=recipe.source.sha256,
-            dtype=recipe.source.dtype,
-            offline=offline,
-            progress=ui.note,
-        )
-        state = Run(recipe, job, ui, resolved, fmt)
-        check_source(state)
+        pin_source(state)
         calibrate(state)
         baseline(state)
         state.release_target()
@@ -142,12 +147,7 @@ def run(
 
 
 def check_source(state: Run) -> None:
-    """Refuse, before any work is done, a source that could not be finished."""
-    files = state.source.files
-    recorded = state.job.stage("source")
-    if recorded and recorded["files"] != files:
-        changed = sorted(k for k in recorded["files"].keys() | files if recorded["files"].get(k) != files.get(k))
-        raise UsageError(f"{state.job.work}: cannot resume, source files changed: {', '.join(changed)}")
+    """Refuse, before any work is done, a source or a measurement that could not be finished."""
     inventory = state.inventory
     for index, groups in enumerate(state.block_groups):
         for group in groups:
@@ -156,8 +156,26 @@ def check_source(state: Run) -> None:
                 if key not in inventory.tensors:
                     raise CompressError(f"{state.source.folder}: tensor '{key}' is missing from the shards")
                 state.fmt.check(inventory.tensors[key].shape[1], key.removesuffix(".weight"))
-    writer.ensure_space(state.job.work, 2 * inventory.total_bytes)
+    settings = state.recipe.measure.acceptance
+    if state.recipe.proposer.kind != "none":
+        prompts = evaluation_prompts.acceptance_prompts(state.tokenizer, settings.prompts)
+        longest = max(map(len, prompts)) + settings.max_new_tokens
+        if longest > state.config.max_position_embeddings:
+            raise UsageError(
+                f"measure.acceptance.max_new_tokens: {settings.max_new_tokens} after the longest prompt makes "
+                f"{longest} tokens, the model's context is {state.config.max_position_embeddings}"
+            )
+
+
+def pin_source(state: Run) -> None:
+    """Record the source's files, or refuse to resume with other ones; make sure that the work fits on the disk."""
+    files = state.source.files
+    recorded = state.job.stage("source")
+    if recorded and recorded["files"] != files:
+        changed = sorted(k for k in recorded["files"].keys() | files if recorded["files"].get(k) != files.get(k))
+        raise UsageError(f"{state.job.work}: cannot resume, source files changed: {', '.join(changed)}")
     if recorded is None:
+        writer.ensure_space(state.job.work, 2 * state.inventory.total_bytes)
         state.job.finish("source", {"files": files})
 
 
@@ -176,7 +194,7 @@ def calibrate(state: Run) -> None:
         ui=state.ui,
         vocab_size=state.config.vocab_size,
     )
-    writer.save_atomic(state.job.path("calibration.safetensors"), {"ids": rows.ids})
+    writer.save_atomic(state.job.path(CALIBRATION), {"ids": rows.ids})
     state.job.finish("calibration", {"digest": rows.digest, **rows.description})
 
 
@@ -196,7 +214,7 @@ def baseline(state: Run) -> None:
         vocab_size=state.config.vocab_size,
     )
     if rows is not None:
-        writer.save_atomic(state.job.path("evaluation.safetensors"), {"ids": rows.ids})
+        writer.save_atomic(state.job.path(EVALUATION), {"ids": rows.ids})
         entry["quality"] = {"name": rows.name, "digest": rows.digest}
     if recipe.proposer.kind != "none":
         entry["acceptance"] = measure_acceptance(state, state.target, "baseline")
@@ -231,9 +249,15 @@ def quantize(state: Run) -> None:
     done = 0
     while done < total and job.block(done) is not None:
         done += 1
-    if done == total and job.stage("outside"):
+    outside = job.stage("outside")
+    if outside and sha256_file(job.path(OUTSIDE)) != outside["sha256"]:
+        raise CompressError(
+            f"{job.path(OUTSIDE)}: changed since it was written; remove the work folder and start again"
+        )
+    if done == total and outside:
         return
     stream = BlockStream(Weights(state.source.folder), state.config, state.dtype)
+    refuse_unknown(state, stream)
     if done < total:
         flow = start_activations(state, stream, done) if state.recipe.quantization.needs_data else None
         with state.ui.progress("quantize", sum(len(groups) for groups in state.block_groups[done:])) as progress:
@@ -241,14 +265,36 @@ def quantize(state: Run) -> None:
                 quantize_block(state, stream, index, flow, progress.advance)
         if flow:
             flow.remove()
-    if not job.stage("outside"):
+    if not outside:
         job.finish("outside", save_outside(state))
+
+
+def refuse_unknown(state: Run, stream: BlockStream) -> None:
+    """Raise CompressError for a tensor inside a block that the model class does not have: it would be lost."""
+    for index, layer in enumerate(stream.layers):
+        prefix = state.family.block(index)
+        known = {prefix + name for name in layer.state_dict()}
+        for name in state.inventory.tensors:
+            if name.startswith(prefix) and name not in known and not re.search(engine.LEGACY_BUFFERS, name):
+                kind = state.config.model_type
+                raise CompressError(
+                    f"{state.source.folder}: tensor '{name}' is not part of a {kind}; nothing would use it"
+                )
+
+
+def load_ids(path: Path, expected: str) -> torch.Tensor:
+    """Token rows saved by an earlier stage. Raises CompressError if they are no longer what was recorded."""
+    if path.exists():
+        with safe_open(path, "pt") as file:
+            ids = file.get_tensor("ids")
+        if ids_digest(ids) == expected:
+            return ids
+    raise CompressError(f"{path}: missing or changed since it was written; remove the work folder and start again")
 
 
 def start_activations(state: Run, stream: BlockStream, index: int) -> Activations:
     """Calibration hidden states entering block `index`: embedded anew, or as the last finished block left them."""
-    with safe_open(state.job.path("calibration.safetensors"), "pt") as file:
-        ids = file.get_tensor("ids")
+    ids = load_ids(state.job.path(CALIBRATION), state.job.result("calibration")["digest"])
     width = stream.config.hidden_size
     budget = state.recipe.run.activation_budget_bytes
     flow = Activations(state.job.work, (*ids.shape, width), state.dtype, budget)
@@ -260,7 +306,7 @@ def start_activations(state: Run, stream: BlockStream, index: int) -> Activation
             flow.put(rows, stream.embed(ids[rows]))
         flow.advance()
     else:
-        stream.embed(ids[:size])  # for the blocks' masks and positions
+        stream.embed(ids[:1])  # for the blocks' masks and positions
         flow.restore(index, state.job.finished_block(index - 1)["activations"])
     stream.release_embedding()
     return flow
@@ -293,8 +339,11 @@ def quantize_block(
             if prefix + name not in replaced:
                 tensors[prefix + name] = parameter
         writer.save_atomic(state.job.block_file(index), tensors)
-        entry: dict = {"layers": [record.layer(layer, state.fmt.name) for layer in finished]}
-        if flow:
+        original = state.inventory.tensors
+        entry: dict = {
+            "layers": [record.layer(done, state.fmt.name, original[done.name + ".weight"].nbytes) for done in finished]
+        }
+        if flow and index + 1 < len(stream):
             for rows, hidden in flow.batches(size):
                 flow.put(rows, stream.run(index, layer, hidden))
             entry["activations"] = flow.advance()
@@ -323,7 +372,7 @@ def save_outside(state: Run) -> dict:
                 continue
             tensors[name] = tensor.to(state.dtype) if tensor.is_floating_point() else tensor
         writer.save_atomic(state.job.path(OUTSIDE), tensors)
-    return {"decisions": decisions, "tensors": sorted(tensors), "sha256": digest(state.job.path(OUTSIDE))}
+    return {"decisions": decisions, "sha256": sha256_file(state.job.path(OUTSIDE))}
 
 
 def stage_bundle(state: Run, out: Path) -> Path:
@@ -350,9 +399,9 @@ def measure(state: Run, staging: Path) -> None:
         return
     state.ui.stage("measure")
     entry: dict = {}
-    if state.job.result("baseline").get("quality"):
-        with safe_open(state.job.path("evaluation.safetensors"), "pt") as file:
-            ids = file.get_tensor("ids")
+    rows = state.job.result("baseline").get("quality")
+    if rows:
+        ids = load_ids(state.job.path(EVALUATION), rows["digest"])
         reference, candidate = (
             BlockStream(Weights(folder), state.config, torch.float32) for folder in (state.source.folder, staging)
         )

@@ -17,24 +17,11 @@ from compressor.bundle import environment as machine
 from compressor.bundle import ledger
 from compressor.bundle.api import Bundle
 from compressor.bundle.passport import MEASURED, Passport
+from compressor.checkpoint.source import tokenizer_files
 from compressor.formats.config import quantization_config
 
 if TYPE_CHECKING:
     from compressor.pipeline import Run
-
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-    "chat_template.json",
-)
-"""Files of a source that a bundle takes over as they are, beside generation_config.json."""
 
 
 def environment() -> dict:
@@ -43,8 +30,8 @@ def environment() -> dict:
     return {"python": captured.python, "threads": captured.threads, "cpu": captured.cpu, **captured.packages}
 
 
-def layer(entry: QuantizedLayer, fmt: str) -> dict:
-    """The passport's row for one quantized linear."""
+def layer(entry: QuantizedLayer, fmt: str, original_bytes: int) -> dict:
+    """The passport's row for one quantized linear whose weight had `original_bytes` in the source."""
     tensors, shape = entry.result.tensors, entry.shape
     return {
         "name": entry.name,
@@ -53,7 +40,7 @@ def layer(entry: QuantizedLayer, fmt: str) -> dict:
         "error": entry.result.error,
         "sqnr_db": entry.result.sqnr_db if math.isfinite(entry.result.sqnr_db) else None,
         "packed_bytes": sum(t.nbytes for t in tensors.values()),
-        "original_bytes": shape[0] * shape[1] * entry.original_itemsize,
+        "original_bytes": original_bytes,
         "stats": entry.result.stats,
     }
 
@@ -68,10 +55,9 @@ def ignored(state: Run) -> list[str]:
             names += left_out
             if left_out and group.fused_as:
                 names.append(state.family.block(index) + group.fused_as)
-    for name, entry in state.inventory.tensors.items():
-        module = name.removesuffix(".weight")
-        if any(module.startswith(prefix) for prefix in state.inventory.mtp_modules) and len(entry.shape) == 2:
-            names.append(module)
+    for name in state.inventory.mtp_tensors():
+        if name.endswith(".weight") and len(state.inventory.tensors[name].shape) == 2:
+            names.append(name.removesuffix(".weight"))
     return names
 
 
@@ -85,9 +71,9 @@ def write_config(state: Run, folder: Path) -> None:
         state.fmt, activations=state.recipe.quantization.activations == "4bit", ignore=ignored(state)
     )
     (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
-    for name in (*TOKENIZER_FILES, "generation_config.json"):
-        if (source / name).exists():
-            shutil.copyfile(source / name, folder / name)
+    for path in [*tokenizer_files(source), source / "generation_config.json"]:
+        if path.exists():
+            shutil.copyfile(path, folder / path.name)
 
 
 def kernels(model: torch.nn.Module) -> list[dict]:
@@ -124,7 +110,7 @@ def passport(state: Run, folder: Path) -> Passport:
             "parameters": state.inventory.parameters,
             "total_bytes": state.inventory.total_bytes,
             "mtp_modules": state.inventory.mtp_modules,
-            "tied": state.inventory.tied,
+            "tied": bool(config.tie_word_embeddings),
         },
         target={
             "architecture": (config.architectures or [type(config).__name__])[0],
@@ -191,8 +177,8 @@ def _quality(baseline: dict, measured: dict) -> list[dict]:
             "tokens": result["tokens"],
             "baseline": result["perplexity_reference"],
             "quantized": result["perplexity"],
-            "kl_nats": max(result["kl_nats"], 0.0),
-            "tv": min(result["tv"], 1.0),
+            "kl_nats": result["kl_nats"],
+            "tv": result["tv"],
             "top1_agreement": result["top1_agreement"],
             "evidence": MEASURED,
         }
@@ -205,6 +191,16 @@ def _decisions(state: Run) -> list[dict]:
     ]
     if not state.recipe.quantization.needs_data:
         decisions.append({"what": "no calibration", "why": "rounding to nearest without a scale search uses no data"})
+    damping = state.recipe.quantization.damping
+    for index in range(state.config.num_hidden_layers):
+        for row in state.job.finished_block(index)["layers"]:
+            used, dead = row["stats"].get("damping", damping), row["stats"].get("dead_inputs", 0)
+            if used > damping:
+                decisions.append(
+                    {"what": f"{row['name']}: damping {used:g}", "why": "its Hessian was singular with less"}
+                )
+            if dead:
+                decisions.append({"what": f"{row['name']}: {dead} inputs dropped", "why": "always zero in calibration"})
     decisions += [{"what": note, "why": "conversion of the source"} for note in state.source.notes]
     return decisions + state.job.result("outside")["decisions"]
 

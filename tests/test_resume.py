@@ -13,7 +13,7 @@ import torch
 import yaml
 from safetensors.torch import save_file
 
-from compressor.job import digest
+from compressor.checkpoint.digest import sha256_file
 
 # What each run is waited for before it is killed, a random moment later.
 MOMENTS = ["calibration.safetensors", "block-00001.safetensors", "block-00003.safetensors", "outside.safetensors", None]
@@ -61,7 +61,7 @@ def kill_after(process, awaited, delay):
 
 
 def shards(folder):
-    return {path.name: digest(path) for path in sorted(folder.glob("*.safetensors"))}
+    return {path.name: sha256_file(path) for path in sorted(folder.glob("*.safetensors"))}
 
 
 def test_five_kills_do_not_change_a_byte(recipe, tmp_path):

@@ -116,7 +116,8 @@ class Layer(Record):
     """[out_features, in_features]"""
     format: str
     error: NonNegativeFloat | None = None
-    """Relative squared output error tr(E H Eᵀ)/tr(W H Wᵀ) over the calibration inputs; null without calibration."""
+    """Relative squared output error tr(E H Eᵀ)/tr(W H Wᵀ) over the calibration inputs; without calibration, of the
+    weight itself (H = 1)."""
     sqnr_db: float | None = None
     """Signal to quantization noise of the weights in decibels; null for an exact copy, where it is infinite."""
     packed_bytes: PositiveInt
@@ -258,7 +259,8 @@ class Tax(Record):
 
     potential_gain: float
     realized_gain: float
-    tax: float
+    tax: float | None
+    """Share of the potential gain that was lost; null where there was none to lose."""
     verdict: str
     evidence: Evidence
 

@@ -25,8 +25,8 @@ def distances(reference: torch.Tensor, candidate: torch.Tensor, targets: torch.T
     p = log_p.exp()
     picked = targets[:, None]
     return {
-        "kl": (p * (log_p - log_q)).sum().item(),
-        "tv": 0.5 * (p - log_q.exp()).abs().sum().item(),
+        "kl": (p * (log_p - log_q)).sum(dtype=torch.float64).item(),
+        "tv": 0.5 * (p - log_q.exp()).abs().sum(dtype=torch.float64).item(),
         "nll_reference": -log_p.gather(-1, picked).sum().item(),
         "nll": -log_q.gather(-1, picked).sum().item(),
         "top1": (log_p.argmax(-1) == log_q.argmax(-1)).sum().item(),

@@ -1,7 +1,7 @@
 """What an architecture is to the pipeline: its blocks, the linears in them, and which of those engines fuse."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from compressor.errors import CompressError
 
@@ -39,7 +39,6 @@ class Family:
     block_prefix: str = "model.layers.{index}."
     embedding: str = "model.embed_tokens"
     head: str = "lm_head"
-    outside_blocks: tuple[str, ...] = field(default=("model.embed_tokens", "model.norm", "lm_head"))
 
     def linear_groups(self, config, index: int) -> tuple[LinearGroup, ...]:
         """Linear groups of block `index` of a model with this transformers `config`."""
