@@ -188,7 +188,7 @@ def generate(
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
     top_k: Annotated[int | None, typer.Option(min=1, help="Top-k sampling.", show_default="off")] = None,
     top_p: Annotated[float, typer.Option(help="Nucleus sampling, in (0, 1].")] = 1.0,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the sampling.")] = 0,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text itself, without the chat template.")] = False,
     json_file: Json = None,
 ) -> None:
@@ -297,6 +297,8 @@ class _Output:
     def __init__(self, json_file: str | None):
         self.json_file = json_file
         if json_file not in (None, "-"):
+            if not Path(str(json_file)).name:
+                raise UsageError(f"--json '{json_file}': not a file name")
             folder = Path(str(json_file)).absolute().parent
             if not folder.is_dir():  # known now rather than after the work
                 raise UsageError(f"--json {json_file}: folder {folder} does not exist")
@@ -320,7 +322,10 @@ class _Output:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a text file whole or not at all."""
+    """Write a text file whole or not at all; a pipe or device is written to as it is."""
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")
+        return
     temporary = path.with_name(path.name + ".tmp")
     try:
         temporary.write_text(text, encoding="utf-8")

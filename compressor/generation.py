@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from compressor.bundle import Bundle
 from compressor.decode import Law
-from compressor.errors import CompressError
+from compressor.errors import UsageError
 
 
 def generate(
@@ -31,10 +31,9 @@ def generate(
     """
     law = Law(temperature=temperature, top_k=top_k, top_p=top_p)
     bundle = Bundle.open(path)
-    try:
-        tokenizer = bundle.tokenizer()
-    except (OSError, ValueError) as error:
-        raise CompressError(f"{path}: no usable tokenizer ({' '.join(str(error).split())[:160]})") from None
+    tokenizer = bundle.tokenizer()
+    if any("\ud800" <= character <= "\udfff" for character in prompt):
+        raise UsageError("--prompt: holds bytes that are not UTF-8")
     chat = not raw and tokenizer.chat_template is not None
     if chat:
         messages = [{"role": "user", "content": prompt}]

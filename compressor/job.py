@@ -34,6 +34,9 @@ class Job:
     def __init__(self, work: Path, recipe: Recipe, environment: dict, *, resume: bool):
         self.work = Path(work)
         self.work.mkdir(parents=True, exist_ok=True)
+        strangers = [p.name for p in self.work.iterdir() if p.name not in ("lock", MANIFEST + ".tmp")]
+        if strangers and MANIFEST not in strangers:
+            raise UsageError(f"{self.work}: not empty and not a work folder ({strangers[0]}); choose another --work")
         self._lock = self._take_lock()
         try:
             self.manifest = self._open(recipe, environment, resume)
@@ -51,9 +54,6 @@ class Job:
             manifest = self._read(path)
             self._refuse_changes(manifest, recipe, environment)
             return manifest
-        strangers = [p.name for p in self.work.iterdir() if p.name not in ("lock", MANIFEST + ".tmp")]
-        if strangers:
-            raise UsageError(f"{self.work}: not empty and not a work folder ({strangers[0]}); choose another --work")
         self.manifest = {
             "version": 1,
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -80,8 +80,10 @@ class Job:
     def _read(path: Path) -> dict:
         try:
             manifest = json.loads(path.read_text())
-            manifest["recipe"], manifest["environment"], manifest["stages"], manifest["blocks"]
-        except (ValueError, KeyError, TypeError):
+            sections = [manifest[key] for key in ("recipe", "environment", "stages", "blocks")]
+            if not (all(isinstance(section, dict) for section in sections) and isinstance(manifest["created"], str)):
+                raise ValueError
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise CompressError(f"{path}: damaged manifest; remove the work folder and start again") from None
         return manifest
 

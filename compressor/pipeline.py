@@ -4,13 +4,14 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from safetensors import SafetensorError, safe_open
+from transformers import PreTrainedTokenizerBase
 
 from compressor import blocks, formats, models, record
 from compressor.activations import Activations
@@ -21,6 +22,7 @@ from compressor.calibration import digest as ids_digest
 from compressor.checkpoint import reader, source, writer
 from compressor.checkpoint.digest import sha256_file
 from compressor.checkpoint.inventory import Inventory
+from compressor.checkpoint.tokenizer import load_tokenizer
 from compressor.checkpoint.weights import Weights
 from compressor.decode import engine
 from compressor.decode.law import Law
@@ -30,6 +32,7 @@ from compressor.evals import build as build_rows
 from compressor.evals import prompts as evaluation_prompts
 from compressor.job import Job
 from compressor.measure import acceptance, quality
+from compressor.models import skeleton
 from compressor.models.skeleton import read_config
 from compressor.models.stream import BlockStream
 from compressor.proposers.ngram import NgramProposer
@@ -74,12 +77,7 @@ class Run:
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        try:
-            return AutoTokenizer.from_pretrained(self.source.folder)
-        except (OSError, ValueError) as error:
-            raise CompressError(
-                f"{self.source.folder}: no usable tokenizer ({' '.join(str(error).split())[:160]})"
-            ) from None
+        return load_tokenizer(self.source.folder)
 
     @cached_property
     def target(self) -> torch.nn.Module:
@@ -113,6 +111,7 @@ def run(
         raise UsageError(f"{out}: exists already; choose another --out or remove it")
     if recipe.run.threads:
         torch.set_num_threads(recipe.run.threads)
+    probe_output(out)
     fmt = formats.get(recipe.quantization.format)
     private_key, public_key = signing.resolve_keys(recipe.bundle.private_key)
     ui.stage("source")
@@ -146,9 +145,26 @@ def run(
     return bundle
 
 
+def staging_folder(out: Path) -> Path:
+    """Where the bundle grows: beside `out`, so that the last step is a rename."""
+    return out.parent / f".{out.name}.partial"
+
+
+def probe_output(out: Path) -> None:
+    """Find out before the work whether a bundle can be written at `out`."""
+    staging = staging_folder(out)
+    try:
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
+        staging.rmdir()
+    except OSError as error:
+        raise UsageError(f"--out {out}: cannot be written ({error.strerror}); choose another folder") from None
+
+
 def check_source(state: Run) -> None:
     """Refuse, before any work is done, a source or a measurement that could not be finished."""
     inventory = state.inventory
+    skeleton.build(state.config, state.dtype)
     for index, groups in enumerate(state.block_groups):
         for group in groups:
             for name in group.names:
@@ -284,9 +300,9 @@ def refuse_unknown(state: Run, stream: BlockStream) -> None:
 
 def load_ids(path: Path, expected: str) -> torch.Tensor:
     """Token rows saved by an earlier stage. Raises CompressError if they are no longer what was recorded."""
-    if path.exists():
-        with safe_open(path, "pt") as file:
-            ids = file.get_tensor("ids")
+    # a file that cannot be read gets the error below
+    with suppress(OSError, SafetensorError), safe_open(path, "pt") as file:
+        ids = file.get_tensor("ids")
         if ids_digest(ids) == expected:
             return ids
     raise CompressError(f"{path}: missing or changed since it was written; remove the work folder and start again")
@@ -378,7 +394,7 @@ def save_outside(state: Run) -> dict:
 def stage_bundle(state: Run, out: Path) -> Path:
     """Assemble shards, config and tokenizer beside `out`; the folder is renamed to `out` when all is done."""
     state.ui.stage("bundle")
-    staging = out.parent / f".{out.name}.partial"
+    staging = staging_folder(out)
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     try:

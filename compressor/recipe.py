@@ -220,7 +220,7 @@ class Run(Section):
     """How the machine is used."""
 
     seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of everything random.")
-    threads: int | None = Field(default=None, ge=1, description="CPU threads; null = torch's choice.")
+    threads: int | None = Field(default=None, ge=1, le=4096, description="CPU threads; null = torch's choice.")
     activation_budget_bytes: int = Field(
         default=4_000_000_000, ge=0, description="Calibration activations held in memory; what exceeds it goes to disk."
     )

@@ -122,6 +122,8 @@ def resolve_path(raw: dict, key: str, folder: Path) -> None:
     looks_like_a_path = value[0] in "./~" or (value.lower().endswith(".gguf") and ":" not in value)
     if key == "source.uri" and not looks_like_a_path and not (":" not in value and (folder / value).is_dir()):
         return
+    if "\0" in value:
+        raise UsageError(f"{key}: holds a null character")
     section: Any = lookup(raw, key.rpartition(".")[0])
     section[key.rpartition(".")[2]] = str((folder / Path(value).expanduser()).resolve())
 

@@ -84,3 +84,19 @@ def test_a_damaged_manifest_is_one_clear_line(tmp_path):
     (tmp_path / "job.json").write_text(json.dumps({"version": 1})[:-3])
     with pytest.raises(CompressError, match=r"job\.json: damaged manifest"):
         job(tmp_path, resume=True)
+
+
+@pytest.mark.parametrize("section", ["recipe", "environment", "stages", "blocks"])
+def test_a_manifest_of_another_shape_is_one_clear_line(tmp_path, section):
+    job(tmp_path).close()
+    manifest = json.loads((tmp_path / "job.json").read_text())
+    (tmp_path / "job.json").write_text(json.dumps(manifest | {section: 5}))
+    with pytest.raises(CompressError, match=r"job\.json: damaged manifest"):
+        job(tmp_path, resume=True)
+
+
+def test_a_refused_folder_is_left_as_it_was(tmp_path):
+    (tmp_path / "model.safetensors").write_text("x")
+    with pytest.raises(UsageError, match="not a work folder"):
+        job(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]

@@ -215,3 +215,43 @@ def test_spilled_activations_give_the_same_weights(tmp_path, rows, text):
         made["run"]["activation_budget_bytes"] = budget
         hashes.append(run(tmp_path, Recipe.from_dict(made), name).passport.ledger.files)
     assert hashes[0] == hashes[1]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"num_attention_heads": 3}, {"hidden_size": "abc"}, {"num_attention_heads": 0}, {"hidden_act": "foo"}],
+)
+def test_a_config_transformers_cannot_use_is_one_clear_line(tmp_path, rows, text, change):
+    source = tiny.save(tmp_path / "source")
+    tiny.edit_config(source, **change)
+    with pytest.raises(CompressError, match=r"config\.json"):
+        run(tmp_path, recipe(source, rows, text))
+    assert not (tmp_path / "bundle").exists() and not (tmp_path / "bundle.work").exists()
+
+
+def test_a_broken_chat_template_or_tokenizer_is_one_clear_line(tmp_path, rows, text):
+    source = tiny.save(tmp_path / "source")
+    (source / "chat_template.jinja").write_text("{% for m in %}")
+    with pytest.raises(CompressError, match="chat template cannot be used"):
+        run(tmp_path, recipe(source, rows, text))
+    (source / "tokenizer.json").write_text("{}")
+    with pytest.raises(CompressError, match="no usable tokenizer"):
+        run(tmp_path, recipe(source, rows, text))
+
+
+def test_an_output_place_that_cannot_be_written_is_found_before_the_work(tmp_path, rows, text):
+    source = tiny.save(tmp_path / "source")
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(UsageError, match="cannot be written"):
+        run(tmp_path, recipe(source, rows, text), "file/bundle")
+
+
+def test_a_tensor_the_model_class_lacks_is_not_dropped_silently(tmp_path, rows, text):
+    source = tiny.save(tmp_path / "source", shard="1GB")
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.0.self_attn.sinks"] = torch.ones(4).bfloat16()
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    made = recipe(source, rows, text, quality=False).to_dict()
+    made["proposer"]["kind"] = "none"
+    with pytest.raises(CompressError, match=r"self_attn\.sinks' is not part of a llama"):
+        run(tmp_path, Recipe.from_dict(made))

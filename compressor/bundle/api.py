@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Self
 from compressor.bundle import card, report, signing
 from compressor.bundle.passport import FILE_NAME, Passport
 from compressor.bundle.verify import verify
-from compressor.errors import CompressError, UsageError
+from compressor.errors import UsageError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -43,13 +43,9 @@ class Bundle:
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The bundle's tokenizer. Raises CompressError where transformers cannot make one from the files."""
-        from transformers import AutoTokenizer
+        from compressor.checkpoint.tokenizer import load_tokenizer
 
-        try:
-            return AutoTokenizer.from_pretrained(self.path)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
-            raise CompressError(f"{self.path}: no usable tokenizer ({reason})") from None
+        return load_tokenizer(self.path)
 
     def runner(
         self, proposer: str | None = "ngram", num_speculative_tokens: int = 3, *, kernel: str = "auto"

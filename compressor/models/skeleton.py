@@ -6,12 +6,19 @@ from pathlib import Path
 
 import torch
 from accelerate import init_empty_weights
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from compressor.errors import CompressError
 from compressor.formats import Format
+
+# what transformers raises for values of a config that it does not expect
+_CONFIG_ERRORS = (
+    *(ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError, RuntimeError),
+    StrictDataclassError,
+)
 
 
 def read_config(folder: Path) -> tuple[PreTrainedConfig, dict | None]:
@@ -30,15 +37,19 @@ def read_config(folder: Path) -> tuple[PreTrainedConfig, dict | None]:
         raise CompressError(
             f"{path}: not found; a checkpoint folder holds config.json beside its safetensors"
         ) from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except _CONFIG_ERRORS as error:
         raise CompressError(f"{path}: not a usable model config ({' '.join(str(error).split())[:160]})") from None
     return config, quantization
 
 
 def build(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The causal-LM class of `config` in `dtype`: parameters on meta, buffers (rotary tables and such) real."""
-    with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    try:
+        with init_empty_weights(include_buffers=False):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    except _CONFIG_ERRORS as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+        raise CompressError(f"config.json: no {config.model_type} can be built from it ({reason})") from None
     return model.eval().requires_grad_(False)
 
 
