@@ -54,9 +54,9 @@ def run(tmp_path, made, name="bundle", **options):
     return pipeline.run(made, out=tmp_path / name, work=tmp_path / f"{name}.work", ui=NullUI(), **options)
 
 
-def transformers_logits(folder, ids):
+def transformers_logits(folder, ids, dtype=torch.float32):
     """Logits of the bundle in transformers, which must load it without missing or unexpected tensors."""
-    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
     # the packed tensors replace `weight`; anything else missing or left over is an error
     assert not info["unexpected_keys"] and not info["missing_keys"], info
     return model.eval()(ids).logits.detach()
@@ -100,6 +100,20 @@ def test_every_family_loads_in_transformers_with_our_logits(tmp_path, rows, text
     if config.get("tie_word_embeddings"):
         assert "lm_head.weight" not in keys
     assert "lm_head" in config["quantization_config"]["ignore"]
+
+
+@pytest.mark.parametrize(
+    ("fmt", "activations"), [case for case in FORMATS if "asym" not in case[0] and case[1] == "16bit"]
+)
+def test_every_symmetric_weight_only_format_loads_in_transformers_as_stored(tmp_path, rows, text, fmt, activations):
+    source = tiny.save(tmp_path / "source", "llama-tied")
+    bundle = run(tmp_path, recipe(source, rows, text, quality=False, format=fmt, activations=activations))
+    ids = torch.arange(3, 27)[None]
+    theirs = transformers_logits(bundle.path, ids, torch.bfloat16).float()
+    ours = engine.load(bundle.path, kernel="dequantized")(ids).logits.float()
+    assert (ours - theirs).norm() / theirs.norm() <= 2e-2
+    plain = engine.load(source)(ids).logits.float()  # negative control: the unquantized model is further away
+    assert (plain - theirs).norm() / theirs.norm() > 2e-2
 
 
 def test_gptq_is_closer_to_the_reference_than_rounding(tmp_path, rows, text):

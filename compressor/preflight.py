@@ -1,0 +1,52 @@
+"""What is refused before any work is done: a place that cannot be written, a source that could not be finished."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from compressor.errors import CompressError, UsageError
+from compressor.evals import prompts as evaluation_prompts
+from compressor.models import skeleton
+
+if TYPE_CHECKING:
+    from compressor.pipeline import Run
+
+
+def staging_folder(out: Path) -> Path:
+    """Where the bundle grows: beside `out`, so that the last step is a rename."""
+    return out.parent / f".{out.name}.partial"
+
+
+def probe_output(out: Path) -> None:
+    """Find out before the work whether a bundle can be written at `out`."""
+    staging = staging_folder(out)
+    try:
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
+        staging.rmdir()
+    except OSError as error:
+        raise UsageError(f"--out {out}: cannot be written ({error.strerror}); choose another folder") from None
+
+
+def check_source(state: Run) -> None:
+    """Refuse, before any work is done, a source or a measurement that could not be finished."""
+    inventory = state.inventory
+    skeleton.build(state.config, state.dtype)
+    for index, groups in enumerate(state.block_groups):
+        for group in groups:
+            for name in group.names:
+                key = f"{state.family.block(index)}{name}.weight"
+                if key not in inventory.tensors:
+                    raise CompressError(f"{state.source.folder}: tensor '{key}' is missing from the shards")
+                state.fmt.check(inventory.tensors[key].shape[1], key.removesuffix(".weight"))
+    settings = state.recipe.measure.acceptance
+    if state.recipe.proposer.kind != "none":
+        prompts = evaluation_prompts.acceptance_prompts(state.tokenizer, settings.prompts)
+        longest = max(map(len, prompts)) + settings.max_new_tokens
+        if longest > state.config.max_position_embeddings:
+            raise UsageError(
+                f"measure.acceptance.max_new_tokens: {settings.max_new_tokens} after the longest prompt makes "
+                f"{longest} tokens, the model's context is {state.config.max_position_embeddings}"
+            )
