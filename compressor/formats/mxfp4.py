@@ -75,7 +75,11 @@ class Mxfp4(Fp4):
         return {**self.weights_config(), "dynamic": True}
 
     def fake_quantize_activation(self, x: Tensor, input_global_scale: Tensor | None = None) -> Tensor:
-        """See `Format.fake_quantize_activation`: the OCP floor rule, whatever rule the weights used."""
+        """See `Format.fake_quantize_activation`.
+
+        The "round" rule, whatever rule the weights used: it is what the engines run (compressed-tensors, and the
+        "even" mode of vLLM's emulation).
+        """
         groups = x.float().unflatten(-1, (-1, self.group_size))
-        step = decode_e8m0(mx_exponent(groups.abs().amax(-1, keepdim=True), "floor"))
+        step = decode_e8m0(mx_exponent(groups.abs().amax(-1, keepdim=True), "round"))
         return self.fake_quantize(groups, step).flatten(-2).to(x.dtype)
