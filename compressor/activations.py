@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from compressor.errors import CompressError
+from compressor.errors import CompressError, naming
 
 _CHUNK = 1 << 24  # bytes hashed or copied at a time
 
@@ -41,7 +41,7 @@ class Activations:
         return torch.from_file(str(path), shared=True, size=self.count, dtype=self.dtype).view(self.shape)
 
     def _create(self, path: Path) -> torch.Tensor:
-        with open(path, "wb") as file:
+        with naming(path), open(path, "wb") as file:
             # Reserve the blocks now: writing to a mapped sparse file on a full disk kills the process.
             os.posix_fallocate(file.fileno(), 0, self.nbytes)
         return self._mapped(path)
@@ -81,7 +81,7 @@ class Activations:
             path = self._file(self.index)
             temporary = path.with_suffix(".tmp")
             try:
-                with open(temporary, "wb") as file:
+                with naming(path), open(temporary, "wb") as file:
                     file.write(self.current.view(torch.uint8).numpy().data.cast("B"))
             except OSError:
                 temporary.unlink(missing_ok=True)

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from compressor.checkpoint.digest import sha256_file
-from compressor.errors import CompressError, UsageError
+from compressor.errors import CompressError, UsageError, naming
 from compressor.recipe import Recipe
 
 MANIFEST = "job.json"
@@ -100,7 +100,7 @@ class Job:
 
     def _save(self) -> None:
         temporary = self.work / (MANIFEST + ".tmp")
-        with open(temporary, "w") as file:
+        with naming(temporary), open(temporary, "w") as file:
             json.dump(self.manifest, file, indent=1, ensure_ascii=False)
             file.flush()
             os.fsync(file.fileno())

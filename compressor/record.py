@@ -18,6 +18,7 @@ from compressor.bundle import ledger
 from compressor.bundle.api import Bundle
 from compressor.bundle.passport import MEASURED, Passport
 from compressor.checkpoint.source import tokenizer_files
+from compressor.errors import naming
 from compressor.formats.config import quantization_config
 
 if TYPE_CHECKING:
@@ -70,10 +71,12 @@ def write_config(state: Run, folder: Path) -> None:
     config["quantization_config"] = quantization_config(
         state.fmt, activations=state.recipe.quantization.activations == "4bit", ignore=ignored(state)
     )
-    (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+    with naming(folder / "config.json"):
+        (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
     for path in [*tokenizer_files(source), source / "generation_config.json"]:
         if path.exists():
-            shutil.copyfile(path, folder / path.name)
+            with naming(folder / path.name):
+                shutil.copyfile(path, folder / path.name)
 
 
 def kernels(model: torch.nn.Module) -> list[dict]:

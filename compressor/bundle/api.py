@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Self
 from compressor.bundle import card, report, signing
 from compressor.bundle.passport import FILE_NAME, Passport
 from compressor.bundle.verify import verify
-from compressor.errors import UsageError
+from compressor.errors import UsageError, naming
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -87,5 +87,6 @@ def finish(staging: str | os.PathLike, passport: Passport, private_key: str | os
         CARD: card.render(passport, key=signing.signer_fingerprint(private_key)),
     }
     for name, text in texts.items():
-        (staging / name).write_text(text, encoding="utf-8", newline="\n")
+        with naming(staging / name):
+            (staging / name).write_text(text, encoding="utf-8", newline="\n")
     signing.sign(staging, private_key)

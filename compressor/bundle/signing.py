@@ -20,7 +20,7 @@ from model_signing import hashing, manifest
 from model_signing import signing as model_signing
 from model_signing import verifying as model_verifying
 
-from compressor.errors import CompressError
+from compressor.errors import CompressError, naming
 
 SIGNATURE = "model.sig"
 PRIVATE_KEY, PUBLIC_KEY = "signing.key", "signing.pub"
@@ -95,7 +95,7 @@ def _create_once(path: Path, data: bytes, mode: int) -> None:
     """Create `path` whole, or leave the one that is there: of two processes one wins and both use its file."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mode 0600 from the start
     try:
-        with os.fdopen(handle, "wb") as file:
+        with naming(path), os.fdopen(handle, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -240,7 +240,8 @@ def sign(folder: str | os.PathLike, private_key: str | os.PathLike) -> Path:
     signer = model_signing.Config().use_elliptic_key_signer(private_key=private_key)
     signer.set_hashing_config(_Hashed(_hash(folder)))
     try:
-        signer.sign(folder, pending)
+        with naming(pending):
+            signer.sign(folder, pending)
         os.replace(pending, folder / SIGNATURE)
     finally:
         pending.unlink(missing_ok=True)

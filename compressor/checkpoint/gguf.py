@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from compressor.checkpoint.digest import Progress
 from compressor.checkpoint.reader import ShardReader
 from compressor.checkpoint.writer import ensure_space
-from compressor.errors import CompressError, UsageError
+from compressor.errors import CompressError, UsageError, naming
 
 CONVERTER_VERSION = 1  # raise it whenever the converted bytes change
 _TOKENIZER_BYTES = 50_000_000  # ample for the largest vocabularies
@@ -81,7 +81,8 @@ def convert(path: Path, *, sha256: str, dtype: str, cache: Path, progress: Progr
             building.mkdir()
             notes = _convert_into(building / "model", path, reader, dtype)
             record = {"file": path.name, "sha256": sha256, "dtype": dtype, "notes": notes}
-            (building / "conversion.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+            with naming(building):
+                (building / "conversion.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
             os.rename(building, place)
         finally:
             shutil.rmtree(building, ignore_errors=True)

