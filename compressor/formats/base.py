@@ -99,8 +99,9 @@ class Format(ABC):
         zero = None if grid.zero is None else grid.zero[..., None]
         return self.value(codes.unflatten(1, (-1, self.group_size)), grid.step[..., None], zero).flatten(1)
 
-    def global_scale(self, weights: list[Tensor]) -> Tensor | None:
-        """float32 [1] to share among parts that engines fuse (q/k/v, gate/up); None where the format has none."""
+    def global_scale(self, weights: list[Tensor], *, search: str = "none") -> Tensor | None:
+        """float32 [1] to share among parts that engines fuse (q/k/v, gate/up), by the rule that `grid` follows for
+        `search`; None where the format has none."""
         return None
 
     @abstractmethod

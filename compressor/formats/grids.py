@@ -112,6 +112,12 @@ def encode_e2m1_(x: Tensor) -> Tensor:
     return code.to(torch.uint8) | sign
 
 
+def significant(x: Tensor, bits: int) -> Tensor:
+    """Float `x` rounded to `bits` significant bits, ties to even."""
+    mantissa, exponent = torch.frexp(x)
+    return torch.ldexp(torch.ldexp(mantissa, torch.tensor(bits)).round_(), exponent - bits)
+
+
 def pack_nibbles(codes: Tensor) -> Tensor:
     """uint8 codes [out, in] (in even) → uint8 [out, in / 2], the even column in the low nibble."""
     return codes[:, 0::2] | (codes[:, 1::2] << 4)

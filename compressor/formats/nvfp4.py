@@ -1,7 +1,9 @@
 """NVFP4: E2M1 elements, one E4M3 scale for 16 inputs, one float32 multiplier for the tensor (`nvfp4-pack-quantized`).
 
 value = e2m1 · scale / global, with global = 448 · 6 / amax so that the block holding amax gets the largest scale
-(NVIDIA, "Pretraining Large Language Models with NVFP4", 2025, appendix B; compressed-tensors `generate_gparam`).
+(NVIDIA, "Pretraining Large Language Models with NVFP4", 2025, appendix B; compressed-tensors `generate_gparam`). With a
+scale search it is the power of two below that: E4M3's range has room for it, no scale grows coarser, and every weight
+(6 significant bits) is then exact in bfloat16, so that engines that decode to bfloat16 and to float32 run the same ones.
 """
 
 import torch
@@ -52,7 +54,7 @@ class Nvfp4(Fp4):
         """See `Format.grid`. Standard rule: scale = E4M3(amax / 6 · global), at most 448."""
         groups = self._groups(weight, search)
         amax = self._finite(groups.abs().amax(-1))
-        shared = _multiplier(amax.max()) if global_scale is None else _checked_global(global_scale)
+        shared = _multiplier(amax.max(), search) if global_scale is None else _checked_global(global_scale)
         codes = (shared * (amax / E2M1.max)).clamp_(max=E4M3.max).to(torch.float8_e4m3fn).view(torch.uint8)
         standard = self._replace_underflow(codes)
         if search == "mse":
@@ -100,10 +102,10 @@ class Nvfp4(Fp4):
         grid = Grid(scale.float() / shared, None, {"weight_scale": scale, "weight_global_scale": shared})
         return unpack_nibbles(packed), grid
 
-    def global_scale(self, weights: list[Tensor]) -> Tensor:
+    def global_scale(self, weights: list[Tensor], *, search: str = "none") -> Tensor:
         """float32 [1]: the smallest multiplier of the parts, i.e. that of their common largest magnitude."""
         amax = torch.stack([w.detach().abs().amax().float() for w in weights]).amax()
-        return _multiplier(self._finite(amax))
+        return _multiplier(self._finite(amax), search)
 
     def weights_config(self) -> dict:
         """See `Format.weights_config`: the NVFP4 and NVFP4A16 presets."""
@@ -147,10 +149,14 @@ class Nvfp4(Fp4):
         return values.flatten(-2).to(x.dtype)
 
 
-def _multiplier(amax: Tensor) -> Tensor:
-    """float32 [1] = 448 · 6 / amax; 1 where that overflows, amax being almost 0 (compressed-tensors)."""
+def _multiplier(amax: Tensor, search: str = "none") -> Tensor:
+    """float32 [1] = 448 · 6 / amax; 1 where that overflows, amax being almost 0 (compressed-tensors).
+
+    With a scale search, its power of two.
+    """
     quotient = (E4M3.max * E2M1.max) / amax.float().clamp(min=torch.finfo(torch.float32).tiny)
-    return torch.where(quotient.isfinite(), quotient, 1.0).reshape(1)
+    quotient = torch.where(quotient.isfinite(), quotient, 1.0).reshape(1)
+    return torch.exp2(torch.frexp(quotient).exponent.float() - 1) if search == "mse" else quotient
 
 
 def _checked_global(global_scale: Tensor) -> Tensor:

@@ -61,7 +61,7 @@ def quantize_shared(
         if hessian is not None and hessian.shape[0] != weight.shape[1]:
             raise CompressError(f"{name}: {weight.shape[1]} inputs, but a Hessian of {hessian.shape[0]}")
     started = time.perf_counter()
-    common = fmt.global_scale(weights) if fused else None
+    common = fmt.global_scale(weights, search=search) if fused else None
     if method == "gptq" and hessian is not None:
         encoded, stats = _gptq(weights, fmt, hessian, common, names, search, damping, order, block_size)
     else:

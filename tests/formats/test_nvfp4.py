@@ -76,13 +76,13 @@ def test_searched_scales_stay_positive_and_at_most_448_under_a_foreign_multiplie
 @pytest.mark.parametrize("rule", ["compressed-tensors", "transformer-engine", "subnormal"])
 def test_zero_tensors_and_single_outliers_stay_finite(rule):
     fmt = formats.get("nvfp4", underflow=rule)
-    for search in ("none", "mse"):
+    for search, tolerance in (("none", 1e-6), ("mse", 2**-6)):  # only the standard rule aims at the outlier
         zero = fmt.encode(torch.zeros(3, 32), search=search)
         assert zero["weight_global_scale"].item() == 1 and bool((fmt.decode(zero) == 0).all())
         outlier = torch.full((3, 32), 1e-6)
         outlier[1, 7] = 1e4
         decoded = fmt.decode(fmt.encode(outlier, search=search))
-        assert bool(decoded.isfinite().all()) and decoded[1, 7] == pytest.approx(1e4)
+        assert bool(decoded.isfinite().all()) and decoded[1, 7] == pytest.approx(1e4, rel=tolerance)
 
 
 def test_the_subnormal_rule_keeps_what_the_others_drop():
@@ -98,7 +98,8 @@ def test_the_subnormal_rule_keeps_what_the_others_drop():
 def test_search_lowers_the_error_never_raises_it_in_a_block_and_obeys_importance():
     fmt = formats.get("nvfp4")
     weight = normal(64, 128, seed=4)
-    none, found = squared_error(fmt, weight), squared_error(fmt, weight, search="mse")
+    shared = fmt.global_scale([weight], search="mse")
+    none, found = (squared_error(fmt, weight, search=search, global_scale=shared) for search in ("none", "mse"))
     assert bool((found <= none).all()) and float(found.sum()) < 0.85 * float(none.sum())
     importance = torch.rand(128, generator=torch.Generator().manual_seed(5)).pow(6) + 1e-5
 

@@ -30,7 +30,7 @@ def test_solving_together_equals_solving_each_alone_with_the_common_global_scale
     fmt, x = formats.get(name), inputs()
     hessian = x.T @ x
     results = quantize_shared(weights(), fmt, method="gptq", hessian=hessian, names=NAMES)
-    common = fmt.global_scale(weights())
+    common = fmt.global_scale(weights(), search="mse")
     for weight, result in zip(weights(), results, strict=True):
         alone = gptq(weight, hessian, fmt, global_scale=common)
         assert set(alone) == set(result.tensors)

@@ -1,0 +1,68 @@
+#!/usr/bin/env python3
+"""Does a bundle give the same logits in transformers as in our runner?
+
+    transformers_agreement.py BUNDLE... [--prompts 12]
+
+transformers must load each bundle without a missing, unexpected or mismatched tensor. The relative error ‖ours − theirs‖ /
+‖theirs‖ over the logits of a prompt is taken in the bundle's own dtype for each kernel of our runner, and once more with
+both decoded to float32. Prints one JSON object a bundle: the mean and the largest error over the prompts.
+"""
+
+import argparse
+import json
+
+import torch
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+
+from compressor import Bundle
+from compressor.decode import engine
+from compressor.evals.prompts import acceptance_prompts
+
+
+def theirs(bundle: Bundle, dtype: torch.dtype, *, decoded: bool):
+    options = {"quantization_config": CompressedTensorsConfig(dequantize=True)} if decoded else {}
+    model, info = AutoModelForCausalLM.from_pretrained(bundle.path, dtype=dtype, output_loading_info=True, **options)
+    wrong = {kind: keys for kind, keys in info.items() if keys}
+    if wrong:
+        raise SystemExit(f"{bundle.path}: transformers reports {wrong}")
+    return model.eval()
+
+
+def errors(ours, other, prompts: list[torch.Tensor]) -> dict[str, float]:
+    found = []
+    with torch.inference_mode():
+        for ids in prompts:
+            expected = other(ids).logits.float()
+            found.append(((ours(ids).logits.float() - expected).norm() / expected.norm()).item())
+    return {"mean": round(sum(found) / len(found), 6), "largest": round(max(found), 6)}
+
+
+def judge(bundle: Bundle, count: int) -> dict:
+    dtype = getattr(torch, bundle.passport.target.dtype)
+    prompts = [torch.tensor([ids]) for ids in acceptance_prompts(bundle.tokenizer(), count)]
+    asymmetric = "asym" in bundle.passport.quantization.format  # see README: loads decoded only
+    report: dict = {
+        "bundle": str(bundle.path),
+        "prompts": len(prompts),
+        "loaded": "decoded" if asymmetric else "packed",
+    }
+    stored = theirs(bundle, dtype, decoded=asymmetric)
+    for kernel in ("dequantized", "auto"):
+        model = engine.load(bundle.path, dtype=dtype, kernel=kernel)
+        report[f"{bundle.passport.target.dtype}, {kernel} kernel"] = errors(model, stored, prompts)
+    exact = engine.load(bundle.path, dtype=torch.float32, kernel="dequantized")
+    report["float32, dequantized"] = errors(exact, theirs(bundle, torch.float32, decoded=True), prompts)
+    return report
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("bundles", nargs="+")
+    parser.add_argument("--prompts", type=int, default=12)
+    args = parser.parse_args()
+    for path in args.bundles:
+        print(json.dumps(judge(Bundle.open(path), args.prompts)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
