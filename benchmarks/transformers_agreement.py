@@ -3,9 +3,9 @@
 
     transformers_agreement.py BUNDLE... [--prompts 12]
 
-transformers must load each bundle without a missing, unexpected or mismatched tensor. The relative error ‖ours − theirs‖ /
-‖theirs‖ over the logits of a prompt is taken in the bundle's own dtype for each kernel of our runner, and once more with
-both decoded to float32. Prints one JSON object a bundle: the mean and the largest error over the prompts.
+transformers must load each bundle without a missing, unexpected or mismatched tensor. The relative error over the
+logits of a prompt, ‖ours − theirs‖ / ‖theirs‖, is taken in the bundle's own dtype for each kernel of our runner, and
+once more with both models in float32. Prints one JSON object a bundle: the mean and the largest error over the prompts.
 """
 
 import argparse
@@ -19,8 +19,9 @@ from compressor.decode import engine
 from compressor.evals.prompts import acceptance_prompts
 
 
-def theirs(bundle: Bundle, dtype: torch.dtype, *, decoded: bool):
-    options = {"quantization_config": CompressedTensorsConfig(dequantize=True)} if decoded else {}
+def theirs(bundle: Bundle, dtype: torch.dtype):
+    asymmetric = "asym" in bundle.passport.quantization.format  # see README: these load decoded only
+    options = {"quantization_config": CompressedTensorsConfig(dequantize=True)} if asymmetric else {}
     model, info = AutoModelForCausalLM.from_pretrained(bundle.path, dtype=dtype, output_loading_info=True, **options)
     wrong = {kind: keys for kind, keys in info.items() if keys}
     if wrong:
@@ -40,18 +41,13 @@ def errors(ours, other, prompts: list[torch.Tensor]) -> dict[str, float]:
 def judge(bundle: Bundle, count: int) -> dict:
     dtype = getattr(torch, bundle.passport.target.dtype)
     prompts = [torch.tensor([ids]) for ids in acceptance_prompts(bundle.tokenizer(), count)]
-    asymmetric = "asym" in bundle.passport.quantization.format  # see README: loads decoded only
-    report: dict = {
-        "bundle": str(bundle.path),
-        "prompts": len(prompts),
-        "loaded": "decoded" if asymmetric else "packed",
-    }
-    stored = theirs(bundle, dtype, decoded=asymmetric)
+    report: dict = {"bundle": str(bundle.path), "prompts": len(prompts)}
+    stored = theirs(bundle, dtype)
     for kernel in ("dequantized", "auto"):
         model = engine.load(bundle.path, dtype=dtype, kernel=kernel)
         report[f"{bundle.passport.target.dtype}, {kernel} kernel"] = errors(model, stored, prompts)
     exact = engine.load(bundle.path, dtype=torch.float32, kernel="dequantized")
-    report["float32, dequantized"] = errors(exact, theirs(bundle, torch.float32, decoded=True), prompts)
+    report["float32, dequantized"] = errors(exact, stored.float(), prompts)
     return report
 
 

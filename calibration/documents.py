@@ -27,15 +27,22 @@ def encode_messages(messages: list[Message], tokenizer: Any, *, answer: bool = F
     return tokenizer(text, add_special_tokens=False, verbose=False).input_ids
 
 
-def encode_field(value: Any, tokenizer: Any, where: str) -> list[int]:
-    """Ids of a user's text (str) or messages (list of {role, content}); CompressError naming `where` otherwise."""
+def check_field(value: Any, where: str) -> None:
+    """Raise CompressError naming `where` unless the value is text (str) or messages (list of {role, content})."""
     if isinstance(value, str):
         _check_unicode(value, where)
-        return encode_text(value, tokenizer)
+        return
     if not isinstance(value, list) or not value or not all(_is_message(m) for m in value):
         raise CompressError(f"{where}: must be a string, or a list of messages, each with a string role and content")
     for message in value:
         _check_unicode(message["content"], where)
+
+
+def encode_field(value: Any, tokenizer: Any, where: str) -> list[int]:
+    """Ids of a user's text or messages; CompressError naming `where` for what `check_field` or the template refuses."""
+    check_field(value, where)
+    if isinstance(value, str):
+        return encode_text(value, tokenizer)
     if not tokenizer.chat_template:
         raise CompressError(f"{where}: holds messages, but the tokenizer has no chat template; give text instead")
     try:

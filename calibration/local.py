@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from compressor.calibration.documents import encode_field
+from compressor.calibration.documents import check_field, encode_field
 from compressor.calibration.packing import pack, shuffled
 from compressor.errors import CompressError, UsageError
 
@@ -53,6 +53,7 @@ def _parse(data: bytes, path: Any) -> list[tuple[int, str, Any]]:
         if key is None:
             found = f"fields {sorted(value)}" if isinstance(value, dict) else f"a {type(value).__name__}"
             raise CompressError(f"{path} line {number}: needs a field 'text' or 'messages', has {found}")
+        check_field(value[key], f"{path} line {number}: {key}")  # also of documents that the rows do not need
         documents.append((number, key, value[key]))
     if not documents:
         raise CompressError(f"{path}: the file is empty; write one JSON object with 'text' or 'messages' a line")

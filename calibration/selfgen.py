@@ -18,12 +18,11 @@ from transformers import (
     LogitsProcessorList,
     StoppingCriteria,
     StoppingCriteriaList,
-    TemperatureLogitsWarper,
-    TopPLogitsWarper,
 )
 
 from compressor.calibration.packing import check_vocabulary, pack, shuffled
 from compressor.calibration.prompts import Prompt, encode, interleaved, prompts_digest
+from compressor.decode.law import Law
 from compressor.decode.sampling import draw
 from compressor.errors import CompressError
 from compressor.ui import UI, Progress
@@ -69,7 +68,7 @@ def generate_rows(
             f"self-generation: no prompt fits the model's context of {context} tokens; calibrate on a corpus"
         )
     passes, rng = 0, random.Random(seed)
-    law = LogitsProcessorList([_Draw(temperature, top_p, seed)])
+    law = LogitsProcessorList([_Draw(Law(temperature, None, top_p), seed)])
     with ui.progress(task, rows * length) as bar:
         writer = _Writer(model, _end_ids(model, tokenizer), law, context, rows * length, bar)
         while writer.missing > 0:
@@ -180,31 +179,23 @@ class _Writer:
 
 
 class _Draw(LogitsProcessor):
-    """Temperature, then top-p, then a draw by inverse CDF; every logit but the drawn token's becomes -inf.
+    """A draw from the law; every logit but the drawn token's becomes -inf. Greedy logits pass unchanged.
 
-    At temperature 0 the logits pass unchanged. The random numbers come from a generator of its own, one a row: this
-    takes a fifth of the time of the library's multinomial, which draws one for every token of the vocabulary.
-    Raises CompressError for logits that are no distribution.
+    The random numbers come from a generator of its own, one a row: this takes a fifth of the time of the library's
+    multinomial, which draws one for every token of the vocabulary. Raises CompressError for logits that are no
+    distribution.
     """
 
-    def __init__(self, temperature: float, top_p: float, seed: int):
-        self.greedy = temperature == 0
-        self.warpers: list[LogitsProcessor] = []
-        if temperature not in (0, 1):
-            self.warpers.append(TemperatureLogitsWarper(float(temperature)))
-        if top_p < 1:
-            self.warpers.append(TopPLogitsWarper(float(top_p)))
+    def __init__(self, law: Law, seed: int):
+        self.law = law
         self.generator = torch.Generator().manual_seed(seed)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if not scores.amax(-1).isfinite().all():  # amax passes NaN on
             raise CompressError("self-generation: the model's logits hold NaN or infinity; check the checkpoint")
-        if self.greedy:
+        if self.law.greedy:
             return scores
-        warped = scores
-        for warper in self.warpers:
-            warped = warper(input_ids, warped)
-        probs = warped.softmax(-1).to("cpu", torch.float64)
+        probs = self.law.probs(scores).cpu()
         tokens = draw(probs, torch.rand(len(probs), generator=self.generator, dtype=torch.float64))
         return torch.full_like(scores, -torch.inf).scatter_(1, tokens[:, None].to(scores.device), 0.0)
 

@@ -6,6 +6,7 @@ Exit codes: 0 success, 1 the work failed or a check did not hold, 2 bad usage or
 import difflib
 import errno
 import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -302,6 +303,7 @@ class _Output:
             folder = Path(str(json_file)).absolute().parent
             if not folder.is_dir():  # known now rather than after the work
                 raise UsageError(f"--json {json_file}: folder {folder} does not exist")
+            _probe(Path(str(json_file)))
 
     def result(self, value: Any) -> None:
         if self.json_file is None:
@@ -321,12 +323,36 @@ class _Output:
         print(text, file=sys.stderr if self.json_file == "-" else sys.stdout)
 
 
+def _probe(path: Path) -> None:
+    """Refuse a --json file that `_write` could not write."""
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, "is a folder")
+        if _is_special(path):  # opening a pipe would wait for its reader
+            if not os.access(path, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            return
+        temporary = _temporary(path)
+        temporary.touch()
+        temporary.unlink()
+    except OSError as error:
+        raise UsageError(f"--json {path}: cannot be written ({error.strerror}); choose another file") from None
+
+
+def _is_special(path: Path) -> bool:
+    return path.exists() and not path.is_file()
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(path.name + ".tmp")
+
+
 def _write(path: Path, text: str) -> None:
     """Write a text file whole or not at all; a pipe or device is written to as it is."""
-    if path.exists() and not path.is_file():
+    if _is_special(path):
         path.write_text(text, encoding="utf-8")
         return
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = _temporary(path)
     try:
         temporary.write_text(text, encoding="utf-8")
         temporary.replace(path)

@@ -26,3 +26,9 @@ def naming(path: Path | str) -> Iterator[None]:
         if error.filename is None:
             error.filename = str(path)
         raise
+
+
+def brief(value: object) -> str:
+    """A user's value for a message: as Python writes it, cut where it would make the line unreadable."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:79]}…"

@@ -16,6 +16,7 @@ from compressor.checkpoint.reader import INDEX_NAME
 from compressor.errors import CompressError
 from compressor.models import skeleton
 from compressor.plan_costs import Group, Job, Stage
+from compressor.preflight import check_ignore
 from compressor.recipe import Recipe
 
 
@@ -96,6 +97,8 @@ def make(recipe: Recipe) -> Plan:
             **known, notes=[f"{why}, so its tensors, bytes, memory and time are not known; nothing was fetched"]
         )
     config, inventory, basis = found
+    if basis == "headers":  # a config alone does not tell the names of MTP modules
+        check_ignore(settings, models.get(config.model_type), config, inventory)
     groups, ignored = _groups(recipe, config, inventory, fmt)
     classes = _classes(groups, inventory, fmt, recipe)
     job = _job(recipe, config, inventory, groups, classes)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import difflib
 import shutil
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from compressor.errors import CompressError, UsageError
+from compressor.errors import CompressError, UsageError, brief
 from compressor.evals import prompts as evaluation_prompts
 from compressor.models import skeleton
 
 if TYPE_CHECKING:
+    from compressor.checkpoint.inventory import Inventory
+    from compressor.models import Family
     from compressor.pipeline import Run
+    from compressor.recipe import Quantization
 
 
 def staging_folder(out: Path) -> Path:
@@ -30,9 +35,28 @@ def probe_output(out: Path) -> None:
         raise UsageError(f"--out {out}: cannot be written ({error.strerror}); choose another folder") from None
 
 
+def check_ignore(settings: Quantization, family: Family, config: Any, inventory: Inventory) -> None:
+    """Refuse a pattern of `quantization.ignore` that no linear matches, and patterns that leave nothing to quantize.
+
+    The head and the linears of MTP modules stay as they are in any case, and may be named.
+    """
+    linears = [name for name, _, _ in family.linears(config)]
+    kept = [name.removesuffix(".weight") for name in inventory.mtp_tensors() if name.endswith(".weight")]
+    names = [family.head, *linears, *kept]
+    for pattern in settings.ignore:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            nearest = difflib.get_close_matches(pattern, names, n=1, cutoff=0)[0]
+            raise UsageError(
+                f"quantization.ignore: {brief(pattern)} matches no linear of this model; the nearest is {nearest!r}"
+            )
+    if all(map(settings.ignores, linears)):
+        raise UsageError(f"quantization.ignore: {brief(settings.ignore)} leaves nothing to quantize; remove a pattern")
+
+
 def check_source(state: Run) -> None:
     """Refuse, before any work is done, a source or a measurement that could not be finished."""
     inventory = state.inventory
+    check_ignore(state.recipe.quantization, state.family, state.config, inventory)
     skeleton.build(state.config, state.dtype)
     for index, groups in enumerate(state.block_groups):
         for group in groups:

@@ -17,6 +17,7 @@ from compressor.bundle import environment as machine
 from compressor.bundle import ledger
 from compressor.bundle.api import Bundle
 from compressor.bundle.passport import MEASURED, Passport
+from compressor.checkpoint.config import read_config
 from compressor.checkpoint.source import tokenizer_files
 from compressor.errors import naming
 from compressor.formats.config import quantization_config
@@ -65,7 +66,7 @@ def ignored(state: Run) -> list[str]:
 def write_config(state: Run, folder: Path) -> None:
     """config.json with the quantization entry, and the tokenizer and generation files of the source."""
     source = state.source.folder
-    config = json.loads((source / "config.json").read_text())
+    config = read_config(source)
     config.pop("torch_dtype", None)  # the older spelling of dtype
     config["dtype"] = str(state.dtype).removeprefix("torch.")
     config["quantization_config"] = quantization_config(

@@ -63,7 +63,7 @@ def test_activations(tmp_path, budget, name, monkeypatch):
 def test_the_config_of_a_bundle(tmp_path):
     source, out = tmp_path / "source", tmp_path / "out"
     source.mkdir(), out.mkdir()
-    (source / "config.json").write_text("{}")
+    (source / "config.json").write_text('{"model_type": "llama"}')
     state = SimpleNamespace(
         source=SimpleNamespace(folder=source),
         dtype=torch.bfloat16,

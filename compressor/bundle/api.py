@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Self
 from compressor.bundle import card, report, signing
 from compressor.bundle.passport import FILE_NAME, Passport
 from compressor.bundle.verify import verify
-from compressor.errors import UsageError, naming
+from compressor.errors import CompressError, UsageError, naming
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -57,8 +57,6 @@ class Bundle:
             num_speculative_tokens: tokens proposed a cycle.
             kernel: `auto`, or `dequantized` for plain matrices.
         """
-        import torch
-
         from compressor.decode import engine
         from compressor.decode.runner import Runner
         from compressor.proposers.ngram import NgramProposer
@@ -66,7 +64,11 @@ class Bundle:
         proposer = proposer or "none"
         if proposer not in PROPOSERS:
             raise UsageError(f"proposer '{proposer}' is unknown; one of {', '.join(PROPOSERS)}")
-        model = engine.load(self.path, dtype=getattr(torch, self.passport.target.dtype), kernel=kernel)
+        try:
+            dtype = self.passport.target.torch_dtype()
+        except CompressError as error:
+            raise CompressError(f"{self.path / FILE_NAME}: {error}") from None
+        model = engine.load(self.path, dtype=dtype, kernel=kernel)
         if proposer == "none":
             return Runner(model)
         recorded = self.passport.proposer.settings if self.passport.proposer.kind == "ngram" else {}

@@ -4,24 +4,25 @@ A signature proves who signed, not that what they signed is consistent. Everythi
 expected layouts are written down from the format's specification rather than taken from the encoder.
 """
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from compressor import formats
+from compressor import formats, models
 from compressor.bundle import ledger
 from compressor.bundle.passport import Layer, Passport
+from compressor.checkpoint.config import CONFIG, read_config, read_json_object
 from compressor.checkpoint.inventory import Inventory
 from compressor.checkpoint.reader import INDEX_NAME, ShardReader, check_finite
 from compressor.errors import CompressError
 from compressor.formats.config import format_from_config
 
-CONFIG = "config.json"
 TOKENIZER = "tokenizer.json"
+GLOBAL_SCALES = ("weight_global_scale", "input_global_scale")
 Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+Scheme = tuple[formats.Format, bool, list[str]]  # of `format_from_config`
 
 
 def differences(folder: Path, passport: Passport, digests: dict[str, str]) -> list[str]:
@@ -34,12 +35,15 @@ def differences(folder: Path, passport: Passport, digests: dict[str, str]) -> li
 
     Raises CompressError for shards or a config that cannot be read at all.
     """
-    config = _read_json(folder / CONFIG)
+    config = read_config(folder)
+    scheme, unreadable = _scheme(config)
     with ShardReader(folder) as reader:
         return [
             *_config(config, passport),
+            *(_quantization(scheme, passport) if scheme else unreadable),
             *_layers(reader, passport),
-            *_unquantized(reader, passport, config),
+            *_fused(reader, passport, config),
+            *_unquantized(reader, passport, scheme),
             *_numbers(reader, passport),
             *_index(folder, reader),
             *_ledger(Inventory.read(folder), passport, digests),
@@ -83,25 +87,13 @@ def _ceil(numerator: int, denominator: int) -> int:
     return -(-numerator // denominator)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CompressError(f"{path}: not found; engines cannot load a bundle without it") from None
-    except ValueError as error:
-        raise CompressError(f"{path}: not JSON ({error})") from None
-    if not isinstance(value, dict):
-        raise CompressError(f"{path}: not a JSON object")
-    return value
-
-
 def _unequal(key: str, claimed: Any, found: Any, where: str) -> list[str]:
     return [] if claimed == found else [f"{key}: the passport says {claimed}, {where} {found}"]
 
 
 def _config(config: dict[str, Any], passport: Passport) -> list[str]:
-    """`target` and `quantization` against config.json."""
-    target, quantization = passport.target, passport.quantization
+    """`target` against config.json."""
+    target = passport.target
     architectures = config.get("architectures") or [None]
     found = {
         "architecture": architectures[0],
@@ -115,13 +107,24 @@ def _config(config: dict[str, Any], passport: Passport) -> list[str]:
     for key, value in found.items():
         if value is not None:  # configs leave out what is their class's default
             problems += _unequal(f"target.{key}", getattr(target, key), value, CONFIG)
+    return problems
+
+
+def _scheme(config: dict[str, Any]) -> tuple[Scheme | None, list[str]]:
+    """What engines read from config.json's quantization_config, or the problem that keeps them from it."""
     section = config.get("quantization_config")
-    if not isinstance(section, dict):
-        return [*problems, f"{CONFIG}: no quantization_config, so engines would read the shards as unquantized"]
+    if section is None:
+        return None, [f"{CONFIG}: no quantization_config, so engines would read the shards as unquantized"]
     try:
-        fmt, activations, ignore = format_from_config(section)
+        return format_from_config(section), []
     except CompressError as error:
-        return [*problems, f"{CONFIG}: {error}"]
+        return None, [f"{CONFIG}: {error}"]
+
+
+def _quantization(scheme: Scheme, passport: Passport) -> list[str]:
+    """`quantization` against config.json."""
+    (fmt, activations, ignore), quantization = scheme, passport.quantization
+    problems = []
     for key in ("compression_format", "bits", "group_size", "bits_per_weight"):
         problems += _unequal(f"quantization.{key}", getattr(quantization, key), getattr(fmt, key), CONFIG)
     problems += _unequal("quantization.format", quantization.format, fmt.name, CONFIG)
@@ -136,9 +139,10 @@ def _config(config: dict[str, Any], passport: Passport) -> list[str]:
 
 def _layers(reader: ShardReader, passport: Passport) -> list[str]:
     """Each layer of the passport has exactly the tensors of its format, and no layer has them unlisted."""
-    dtype = getattr(torch, passport.target.dtype, None)
-    if not isinstance(dtype, torch.dtype):
-        return [f"target.dtype: {passport.target.dtype} is not a torch dtype"]
+    try:
+        dtype = passport.target.torch_dtype()
+    except CompressError as error:
+        return [str(error)]
     stored: dict[str, dict[str, str]] = {}
     names = reader.keys()
     for name in names:
@@ -189,19 +193,45 @@ def _typed(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
     return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
 
 
-def _unquantized(reader: ShardReader, passport: Passport, config: dict[str, Any]) -> list[str]:
+def _fused(reader: ShardReader, passport: Passport, config: dict[str, Any]) -> list[str]:
+    """Parts that engines run as one matrix share each global scale: the matrix has room for one."""
+    try:
+        family = models.get(config["model_type"])
+    except CompressError as error:
+        return [f"{CONFIG}: {error}"]
+    first: dict[tuple[str, str], tuple[str, float]] = {}
+    problems = []
+    for layer in passport.quantization.layers:
+        fused = family.fused_name(config, layer.name)
+        for suffix in GLOBAL_SCALES:
+            name = f"{layer.name}.{suffix}"
+            if fused is None or name not in reader:
+                continue
+            scale = reader.get(name).float().flatten()
+            if scale.numel() != 1:
+                continue  # reported as a wrong layout
+            module, value = first.setdefault((fused, suffix), (layer.name, scale.item()))
+            if scale.item() != value:
+                problems.append(
+                    f"{layer.name}.{suffix}: {scale.item():g}, but {value:g} in {module}; "
+                    f"engines run both as {fused} with one scale"
+                )
+    return problems
+
+
+def _unquantized(reader: ShardReader, passport: Passport, scheme: Scheme | None) -> list[str]:
     """No ignored module is quantized, and every matrix left unquantized is ignored.
 
     Engines expect packed weights in each Linear that `ignore` does not name. Embedding tables are no Linear.
     """
-    section = config.get("quantization_config")
-    ignore = section.get("ignore") or [] if isinstance(section, dict) else []
     quantized = {layer.name for layer in passport.quantization.layers}
     problems = []
     for module in sorted(set(passport.quantization.ignored)):
         if module in quantized or f"{module}.{ledger.CODES}" in reader:
             problems.append(f"{module}: in quantization.ignored, but its tensors are quantized")
-    names = reader.keys()
+    if scheme is None:  # reported already; without `ignore` every matrix would seem wrong
+        return problems
+    ignore, names = scheme[2], reader.keys()
     for name in names:
         module, _, suffix = name.rpartition(".")
         matrix = suffix == "weight" and len(reader.shape(name)) == 2 and module not in quantized
@@ -248,7 +278,7 @@ def _index(folder: Path, reader: ShardReader) -> list[str]:
     path = folder / INDEX_NAME
     if not path.is_file():
         return [f"{INDEX_NAME}: missing"]
-    metadata = _read_json(path).get("metadata")
+    metadata = read_json_object(path).get("metadata")
     stated = metadata.get("total_size") if isinstance(metadata, dict) else None
     found = sum(map(reader.nbytes, reader.keys()))
     problems = [] if stated == found else [f"{INDEX_NAME}: total_size {stated}, the tensors have {found} bytes"]

@@ -8,7 +8,7 @@ import json
 import math
 import os
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import (
     AwareDatetime,
@@ -27,6 +27,9 @@ from pydantic import (
 )
 
 from compressor.errors import CompressError
+
+if TYPE_CHECKING:
+    import torch
 
 FILE_NAME = "passport.json"
 
@@ -94,6 +97,15 @@ class Target(Record):
     """sha256 of tokenizer.json; null where the model has none."""
     dtype: str
     """dtype of what was not quantized and of the activations, as torch spells it (`bfloat16`)."""
+
+    def torch_dtype(self) -> "torch.dtype":
+        """`dtype` itself. Raises CompressError for one that this package does not run models in."""
+        import torch
+
+        known = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+        if self.dtype not in known:
+            raise CompressError(f"target.dtype: {self.dtype} is not a torch dtype of weights ({', '.join(known)})")
+        return known[self.dtype]
 
 
 class Calibration(Record):

@@ -1,6 +1,5 @@
 """What a checkpoint holds, from its headers and its config: no tensor data is read."""
 
-import json
 import math
 import re
 from dataclasses import dataclass
@@ -9,8 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from compressor.checkpoint.config import CONFIG, read_config
 from compressor.checkpoint.reader import ShardReader
-from compressor.errors import CompressError
+from compressor.errors import CompressError, brief
+from compressor.formats.config import config_groups
 
 # Native multi-token-prediction modules that carry "mtp" in their names, up to the root of one module:
 # Qwen3-Next, Qwen3.5, Nemotron-H, DeepSeek-V4 (mtp.*); MiMo-7B (model.mtp_layers.i); MiMo-V2, LongCat
@@ -67,7 +68,7 @@ class Inventory:
             config=config,
             tensors=tensors,
             files=files,
-            parameters=sum(_parameters(folder, config, name, info) for name, info in tensors.items()),
+            parameters=_parameters(folder, config, tensors),
             total_bytes=sum(info.nbytes for info in tensors.values()),
             mtp_modules=_mtp_modules(folder, config, names),
             tied=_tied(folder, config, names),
@@ -87,40 +88,35 @@ class Inventory:
         return dict(sorted(totals.items(), key=lambda pair: (-pair[1], pair[0])))
 
 
-def read_config(folder: Path | str) -> dict[str, Any]:
-    """config.json of a checkpoint folder. CompressError, one line, if missing, not JSON, or without a model_type."""
-    path = Path(folder) / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CompressError(f"{folder}: no config.json, so this is not a checkpoint folder") from None
-    except ValueError as error:
-        raise CompressError(f"{path}: not JSON ({error})") from None
-    if not isinstance(config, dict):
-        raise CompressError(f"{path}: not a JSON object")
-    if not isinstance(config.get("model_type"), str):
-        raise CompressError(f"{path}: no model_type, so the architecture is unknown")
-    return config
-
-
 def _text(config: dict[str, Any], key: str) -> Any:
     """A key of the language model: multimodal configs nest it in text_config."""
     nested = config.get("text_config")
     return nested[key] if isinstance(nested, dict) and key in nested else config.get(key)
 
 
-def _parameters(folder: Path, config: dict[str, Any], name: str, info: TensorInfo) -> int:
-    if _AUXILIARY.fullmatch(name):
-        return 0
-    if not _PACKED.fullmatch(name):
-        return math.prod(info.shape)
-    groups = (config.get("quantization_config") or {}).get("config_groups") or {}
-    bits = {(group.get("weights") or {}).get("num_bits") for group in groups.values()}
-    if len(bits) != 1 or not isinstance(number := bits.pop(), int):
+def _parameters(folder: Path, config: dict[str, Any], tensors: dict[str, TensorInfo]) -> int:
+    """Weights that the tensors stand for."""
+    weights = [name for name in tensors if not _AUXILIARY.fullmatch(name)]
+    packed = [name for name in weights if _PACKED.fullmatch(name)]
+    bits = _packed_bits(folder / CONFIG, config, packed[0]) if packed else 0
+    dense = set(weights) - set(packed)
+    return sum(math.prod(tensors[name].shape) for name in dense) + sum(
+        tensors[name].nbytes * 8 // bits for name in packed
+    )
+
+
+def _packed_bits(path: Path, config: dict[str, Any], name: str) -> int:
+    """Bits of one packed weight, as quantization_config states them; `name` is a tensor that needs them."""
+    try:
+        groups = config_groups(config.get("quantization_config") or {})
+    except CompressError as error:
+        raise CompressError(f"{path}: {error}") from None
+    bits = [group["weights"].get("num_bits") for group in groups.values()]
+    if not bits or any(type(number) is not int or number < 1 or number != bits[0] for number in bits):
         raise CompressError(
-            f"{folder}/config.json: {name!r} is packed, but quantization_config states no single num_bits"
+            f"{path}: {name!r} is packed, but quantization_config states no single num_bits ({brief(bits)})"
         )
-    return info.nbytes * 8 // number
+    return bits[0]
 
 
 def _mtp_modules(folder: Path, config: dict[str, Any], names: list[str]) -> list[str]:
@@ -154,8 +150,8 @@ def _tied(folder: Path, config: dict[str, Any], names: list[str]) -> bool:
     has_head = any(name.endswith("lm_head.weight") for name in names)
     if stated is None:
         return not has_head
-    is_causal = any(str(name).endswith("ForCausalLM") for name in config.get("architectures") or [])
+    is_causal = any(name.endswith("ForCausalLM") for name in config.get("architectures") or [])
     has_embedding = any(name.endswith("embed_tokens.weight") for name in names)
     if not stated and not has_head and is_causal and has_embedding:
         raise CompressError(f"{folder}: config.json says tie_word_embeddings false, but there is no lm_head.weight")
-    return bool(stated)
+    return stated

@@ -1,6 +1,5 @@
 """Lazy reading of a safetensors checkpoint folder: one file, or shards with an index."""
 
-import json
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -9,6 +8,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from compressor.checkpoint.config import read_json_object
 from compressor.checkpoint.header import TORCH_DTYPES, Entry, read_header
 from compressor.errors import CompressError
 
@@ -123,11 +123,7 @@ class ShardReader:
 
 def _read_index(index: Path) -> dict[str, str]:
     """`weight_map` of an index file: tensor name to the name of a file beside it."""
-    try:
-        table = json.loads(index.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CompressError(f"{index}: not JSON ({error})") from None
-    weight_map = table.get("weight_map") if isinstance(table, dict) else None
+    weight_map = read_json_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CompressError(f"{index}: no `weight_map` of tensor names to files")
     for name, file in weight_map.items():

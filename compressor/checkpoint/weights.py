@@ -1,11 +1,12 @@
 """Dense weights by their original names, from a plain or a packed checkpoint."""
 
-import json
 from pathlib import Path
 
 import torch
 
+from compressor.checkpoint.config import CONFIG, read_config
 from compressor.checkpoint.reader import ShardReader, check_finite
+from compressor.errors import CompressError
 from compressor.formats.config import format_from_config
 
 
@@ -21,10 +22,13 @@ class Weights:
     def __init__(self, folder: Path):
         self.folder = Path(folder)
         self.reader = ShardReader(self.folder)
-        quantization = json.loads((self.folder / "config.json").read_text()).get("quantization_config")
+        quantization = read_config(self.folder).get("quantization_config")
         self.format, self.quantized_activations, self.packed = None, False, {}
         if quantization is not None:
-            self.format, self.quantized_activations, _ = format_from_config(quantization)
+            try:
+                self.format, self.quantized_activations, _ = format_from_config(quantization)
+            except CompressError as error:
+                raise CompressError(f"{self.folder / CONFIG}: {error}") from None
             keys = self.reader.keys()
             layers = [k.removesuffix(".weight_packed") for k in keys if k.endswith(".weight_packed")]
             suffixes: dict[str, list[str]] = {layer: [] for layer in layers}

@@ -7,12 +7,14 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 
+from compressor.checkpoint.config import read_json_object
 from compressor.checkpoint.inventory import Inventory
 from compressor.checkpoint.weights import Weights
-from compressor.errors import CompressError, UsageError
+from compressor.errors import CompressError, UsageError, brief
 from compressor.kernels.linear import KERNELS, PackedLinear
 from compressor.models import skeleton
 
+GENERATION_CONFIG = "generation_config.json"
 LEGACY_BUFFERS = r"rotary_emb\.inv_freq$"
 """Old checkpoints store this table, which the model class computes."""
 
@@ -40,13 +42,21 @@ def load(folder: str | Path, *, dtype: torch.dtype = torch.bfloat16, kernel: str
         model.set_submodule(layer, _packed_linear(model, layer, weights, dtype, kernel))
     used = _fill(model, weights, dtype)
     _refuse_unexpected(model, weights, used)
-    if (folder / "generation_config.json").is_file():
-        try:
-            model.generation_config = GenerationConfig.from_pretrained(folder)
-        except (OSError, ValueError, TypeError) as error:
-            reason = " ".join(str(error).split())[:160]
-            raise CompressError(f"{folder / 'generation_config.json'}: not a generation config ({reason})") from None
+    if (folder / GENERATION_CONFIG).is_file():
+        model.generation_config = _generation_config(folder)
     return model.eval().requires_grad_(False)
+
+
+def _generation_config(folder: Path) -> GenerationConfig:
+    path = folder / GENERATION_CONFIG
+    ends = read_json_object(path).get("eos_token_id")
+    if any(type(token) is not int for token in (ends if isinstance(ends, list) else [ends]) if ends is not None):
+        raise CompressError(f"{path}: eos_token_id: {brief(ends)} is neither a token id nor a list of them; correct it")
+    try:
+        return GenerationConfig.from_pretrained(folder)
+    except (OSError, ValueError, TypeError) as error:
+        reason = " ".join(str(error).split())[:160]
+        raise CompressError(f"{path}: not a generation config ({reason})") from None
 
 
 def _packed_linear(model: nn.Module, layer: str, weights: Weights, dtype: torch.dtype, kernel: str) -> PackedLinear:

@@ -1,6 +1,9 @@
 """The `quantization_config` of config.json: what transformers and vLLM read to load a compressed-tensors checkpoint."""
 
-from compressor.errors import CompressError, UsageError
+import re
+from typing import Any
+
+from compressor.errors import CompressError, UsageError, brief
 from compressor.formats.base import Format
 from compressor.formats.int4 import Int4
 from compressor.formats.mxfp4 import Mxfp4
@@ -49,25 +52,62 @@ def format_from_config(quantization_config: dict) -> tuple[Format, bool, list[st
     _require(quantization_config, "quantization_status", "compressed")
     for key in ("kv_cache_scheme", "sparsity_config", "transform_config"):
         if quantization_config.get(key):
-            raise CompressError(f"quantization_config.{key}: {quantization_config[key]} cannot be read by this version")
-    groups = quantization_config.get("config_groups") or {}
+            raise CompressError(
+                f"quantization_config.{key}: {brief(quantization_config[key])} cannot be read by this version"
+            )
+    groups = config_groups(quantization_config)
     if len(groups) != 1:
         raise CompressError(f"quantization_config.config_groups: one group can be read, found {len(groups)}")
     name, group = next(iter(groups.items()))
     where = f"quantization_config.config_groups.{name}"
     if group.get("targets") != ["Linear"] or group.get("output_activations"):
         raise CompressError(f"{where}: only targets ['Linear'] without output_activations can be read")
-    weights, inputs = group.get("weights") or {}, group.get("input_activations")
+    weights, inputs = group["weights"], group["input_activations"]
     fmt = _matching_format(weights, f"{where}.weights")
     _require(quantization_config, "format", fmt.compression_format)
     if inputs and _layout(inputs) != _layout(fmt.activations_config() or {}):
-        raise CompressError(f"{where}.input_activations: {inputs} is not {fmt.name}'s 4-bit scheme")
-    return fmt, bool(inputs), list(quantization_config.get("ignore") or [])
+        raise CompressError(f"{where}.input_activations: {brief(inputs)} is not {fmt.name}'s 4-bit scheme")
+    return fmt, bool(inputs), _ignore(quantization_config.get("ignore"))
+
+
+def config_groups(quantization_config: dict) -> dict[str, dict[str, Any]]:
+    """Its `config_groups` by name, of any compressed-tensors scheme: `weights` and `input_activations` are there, and
+    empty where the config leaves them out. Raises CompressError naming the key for anything that is not an object.
+    """
+    key = "quantization_config.config_groups"
+    groups = {}
+    for name, value in _object(quantization_config.get("config_groups"), key).items():
+        group = _object(value, f"{key}.{name}")
+        parts = ("weights", "input_activations")
+        groups[name] = group | {part: _object(group.get(part), f"{key}.{name}.{part}") for part in parts}
+    return groups
+
+
+def _object(value: Any, key: str) -> dict[str, Any]:
+    if not isinstance(value, dict | None):
+        raise CompressError(f"{key}: {brief(value)} is not an object")
+    return value or {}
+
+
+def _ignore(entries: Any) -> list[str]:
+    """Entries of `ignore`: module names, or `re:` and a pattern."""
+    key = "quantization_config.ignore"
+    if entries is not None and not isinstance(entries, list):
+        raise CompressError(f"{key}: {brief(entries)} is not a list of module names")
+    for entry in entries or []:
+        if not isinstance(entry, str):
+            raise CompressError(f"{key}: {brief(entry)} is not a module name")
+        if entry.startswith("re:"):
+            try:
+                re.compile(entry[3:])
+            except (re.error, RecursionError, OverflowError) as error:
+                raise CompressError(f"{key}: {brief(entry)} is not a regular expression ({error})") from None
+    return list(entries or [])
 
 
 def _require(config: dict, key: str, value: str) -> None:
     if config.get(key) != value:
-        raise CompressError(f"quantization_config.{key}: {value!r} expected, found {config.get(key)!r}")
+        raise CompressError(f"quantization_config.{key}: {value!r} expected, found {brief(config.get(key))}")
 
 
 def _layout(args: dict) -> dict:
@@ -80,4 +120,4 @@ def _matching_format(weights: dict, where: str) -> Format:
     for fmt in candidates:
         if _layout(weights) == _layout(fmt.weights_config()):
             return fmt
-    raise CompressError(f"{where}: {weights} is none of {', '.join(f.name for f in candidates)}")
+    raise CompressError(f"{where}: {brief(weights)} is none of {', '.join(f.name for f in candidates)}")

@@ -3,7 +3,7 @@
 value = e2m1 · scale / global, with global = 448 · 6 / amax so that the block holding amax gets the largest scale
 (NVIDIA, "Pretraining Large Language Models with NVFP4", 2025, appendix B; compressed-tensors `generate_gparam`). With a
 scale search it is the power of two below that: E4M3's range has room for it, no scale grows coarser, and every weight
-(6 significant bits) is then exact in bfloat16, so that engines that decode to bfloat16 and to float32 run the same ones.
+(6 significant bits) is then exact in bfloat16, so engines that decode to bfloat16 and to float32 run the same ones.
 """
 
 import torch

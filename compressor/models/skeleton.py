@@ -1,7 +1,6 @@
 """The transformers class of a config, with parameters on the meta device and every buffer real."""
 
 import ctypes
-import json
 from pathlib import Path
 
 import torch
@@ -11,6 +10,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from compressor.checkpoint import config as checkpoint_config
 from compressor.errors import CompressError
 from compressor.formats import Format
 
@@ -27,17 +27,14 @@ def read_config(folder: Path) -> tuple[PreTrainedConfig, dict | None]:
     The quantization entry is taken out so that the dense class is built: packed layers are our own.
     Raises CompressError naming the file for a missing or unreadable config.json.
     """
-    path = Path(folder) / "config.json"
+    raw = checkpoint_config.read_config(folder)
+    quantization = raw.pop("quantization_config", None)
+    model_type = raw.pop("model_type")
+    raw.pop("return_dict", None)  # without it a model answers with bare tuples
     try:
-        raw = json.loads(path.read_text())
-        quantization = raw.pop("quantization_config", None)
-        model_type = raw.pop("model_type")
         config = AutoConfig.for_model(model_type, **raw)
-    except FileNotFoundError:
-        raise CompressError(
-            f"{path}: not found; a checkpoint folder holds config.json beside its safetensors"
-        ) from None
     except _CONFIG_ERRORS as error:
+        path = Path(folder) / checkpoint_config.CONFIG
         raise CompressError(f"{path}: not a usable model config ({' '.join(str(error).split())[:160]})") from None
     return config, quantization
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from compressor import formats
+from compressor import formats, models
 from compressor.bundle import Bundle, Passport, environment, finish, ledger, sha256, signing, verify
 from compressor.bundle.passport import MEASURED
 from compressor.checkpoint import writer
@@ -137,6 +137,11 @@ def passport_fields(
     }
 
 
+def _matrix(layer: str) -> str:
+    """What engines run the linear as."""
+    return models.get("llama").fused_name(CONFIG, layer) or layer
+
+
 def build(root: Path, name: str, private_key: Path, *, activations: bool = False, seed: int = 0) -> Path:
     """Encode, shard, describe and sign; returns the bundle's folder."""
     fmt, original = formats.get(name), random_llama(seed)
@@ -146,6 +151,9 @@ def build(root: Path, name: str, private_key: Path, *, activations: bool = False
     writer.save_atomic(source / "model.safetensors", original)
     (source / "config.json").write_text(json.dumps(CONFIG))
     layers, tensors = [], {}
+    matrices: dict[str, list[torch.Tensor]] = {}
+    for key, weight in original.items():
+        matrices.setdefault(_matrix(key.removesuffix(".weight")), []).append(weight)
     for key, weight in original.items():
         layer = key.removesuffix(".weight")
         if layer.rpartition(".")[0].rpartition(".")[2] not in ("self_attn", "mlp") or layer.endswith(
@@ -153,7 +161,7 @@ def build(root: Path, name: str, private_key: Path, *, activations: bool = False
         ):
             tensors[key] = weight
             continue
-        encoded = fmt.encode(weight)
+        encoded = fmt.encode(weight, global_scale=fmt.global_scale(matrices[_matrix(layer)]))
         if activations and (scale := fmt.input_global_scale(4.0)) is not None:
             encoded["input_global_scale"] = scale
         tensors |= {f"{layer}.{suffix}": tensor for suffix, tensor in encoded.items()}

@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 
 from compressor import calibration
 from compressor.calibration import selfgen
+from compressor.decode.law import Law
 from compressor.errors import CompressError
 from compressor.ui import NullUI
 
@@ -90,7 +91,7 @@ def test_sampling_follows_temperature_and_top_p():
     none = torch.empty(20000, 0, dtype=torch.long)
 
     def frequencies(temperature, top_p):
-        chosen = selfgen._Draw(temperature, top_p, 0)(none, logits).argmax(-1)
+        chosen = selfgen._Draw(Law(temperature, None, top_p), 0)(none, logits).argmax(-1)
         return torch.bincount(chosen, minlength=4) / len(chosen)
 
     assert torch.allclose(frequencies(1.0, 1.0), logits[0].softmax(-1), atol=0.015)

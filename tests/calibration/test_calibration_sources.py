@@ -92,6 +92,19 @@ def test_a_bad_line_is_named(tokenizer, tmp_path, line, said):
     assert str(path) in one_line(error)
 
 
+@pytest.mark.parametrize("value", [5, None, {}, [], [5], "\ud800"])
+def test_a_bad_line_is_named_even_if_its_document_is_not_needed(tokenizer, tmp_path, value):
+    path = tmp_path / "bad.jsonl"
+    good = json.dumps({"text": "word " * 40})
+    path.write_text("\n".join([good] * 9) + "\n")
+    assert build(tokenizer, kind="jsonl", path=path, rows=1, length=4).ids.shape == (1, 4)
+    for line in range(10):  # wherever it is, and whatever the seeded order takes first
+        path.write_text("\n".join([*[good] * line, json.dumps({"text": value}), *[good] * (9 - line)]) + "\n")
+        with pytest.raises(CompressError, match=rf"bad\.jsonl line {line + 1}: text: ") as error:
+            build(tokenizer, kind="jsonl", path=path, rows=1, length=4)
+        one_line(error)
+
+
 def test_bytes_that_are_not_utf8_are_named(tokenizer, tmp_path):
     path = tmp_path / "latin.jsonl"
     path.write_bytes(b'{"text": "caf\xe9"}\n')

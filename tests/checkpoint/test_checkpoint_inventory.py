@@ -125,7 +125,7 @@ def test_packed_weights_count_as_what_they_unpack_to(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("{", "not JSON"), ("[]", "not a JSON object"), ("{}", "no model_type"), (None, r"no config\.json")],
+    [("{", "not JSON"), ("[]", "not a JSON object"), ("{}", "no model_type"), (None, r"config\.json: not found")],
 )
 def test_an_unusable_config_is_one_line(tmp_path, text, words):
     if text is not None:
