@@ -81,7 +81,7 @@ class Activations:
             path = self._file(self.index)
             temporary = path.with_suffix(".tmp")
             try:
-                with naming(path), open(temporary, "wb") as file:
+                with naming(temporary), open(temporary, "wb") as file:
                     file.write(self.current.view(torch.uint8).numpy().data.cast("B"))
             except OSError:
                 temporary.unlink(missing_ok=True)

@@ -8,6 +8,7 @@ import errno
 import json
 import os
 import sys
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -332,9 +333,8 @@ def _probe(path: Path) -> None:
             if not os.access(path, os.W_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
             return
-        temporary = _temporary(path)
-        temporary.touch()
-        temporary.unlink()
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}."):
+            pass
     except OSError as error:
         raise UsageError(f"--json {path}: cannot be written ({error.strerror}); choose another file") from None
 
@@ -343,16 +343,12 @@ def _is_special(path: Path) -> bool:
     return path.exists() and not path.is_file()
 
 
-def _temporary(path: Path) -> Path:
-    return path.with_name(path.name + ".tmp")
-
-
 def _write(path: Path, text: str) -> None:
     """Write a text file whole or not at all; a pipe or device is written to as it is."""
     if _is_special(path):
         path.write_text(text, encoding="utf-8")
         return
-    temporary = _temporary(path)
+    temporary = path.with_name(path.name + ".tmp")
     try:
         temporary.write_text(text, encoding="utf-8")
         temporary.replace(path)

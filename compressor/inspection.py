@@ -6,6 +6,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from compressor.checkpoint.config import CONFIG
 from compressor.errors import CompressError, UsageError
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -26,7 +27,7 @@ def inspect(path: Path) -> dict[str, Any]:
         raise UsageError(f"{path}: no such file or folder")
     if not path.is_dir():
         raise UsageError(f"{path}: neither a checkpoint folder nor a .gguf file")
-    if not (path / "config.json").is_file():
+    if not (path / CONFIG).is_file():
         files = sorted(path.glob("*.gguf"))
         if len(files) == 1:
             return _gguf(files[0])

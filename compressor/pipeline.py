@@ -20,6 +20,7 @@ from compressor.bundle import signing
 from compressor.calibration import build as build_calibration
 from compressor.calibration import digest as ids_digest
 from compressor.checkpoint import reader, source, writer
+from compressor.checkpoint.config import CONFIG
 from compressor.checkpoint.digest import sha256_file
 from compressor.checkpoint.inventory import Inventory
 from compressor.checkpoint.tokenizer import load_tokenizer
@@ -32,7 +33,7 @@ from compressor.evals import build as build_rows
 from compressor.evals import prompts as evaluation_prompts
 from compressor.job import Job
 from compressor.measure import acceptance, quality
-from compressor.models.skeleton import read_config
+from compressor.models.skeleton import model_config
 from compressor.models.stream import BlockStream
 from compressor.preflight import check_source, probe_output, staging_folder
 from compressor.proposers.ngram import NgramProposer
@@ -55,10 +56,10 @@ class Run:
 
     @cached_property
     def config(self):
-        config, quantization = read_config(self.source.folder)
+        config, quantization = model_config(self.source.folder)
         if quantization is not None:
             method = quantization.get("quant_method", "unknown")
-            path = self.source.folder / "config.json"
+            path = self.source.folder / CONFIG
             raise CompressError(f"{path}: the source is already quantized ({method}); start from full precision")
         return config
 

@@ -136,7 +136,7 @@ def _look(recipe: Recipe) -> tuple[Any, Inventory, str] | None:
             return None
         config = _gguf_config(Path(spec.uri).expanduser())
         return config, _from_config(config, spec.dtype), "config"
-    config, quantization = skeleton.read_config(folder)
+    config, quantization = skeleton.model_config(folder)
     if quantization is not None:
         method = quantization.get("quant_method", "unknown")
         raise CompressError(f"{folder}/config.json: already quantized ({method}); start from full precision")

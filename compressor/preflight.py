@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import difflib
 import shutil
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compressor.errors import CompressError, UsageError, brief
 from compressor.evals import prompts as evaluation_prompts
 from compressor.models import skeleton
+from compressor.recipe import matches
 
 if TYPE_CHECKING:
     from compressor.checkpoint.inventory import Inventory
@@ -41,10 +41,9 @@ def check_ignore(settings: Quantization, family: Family, config: Any, inventory:
     The head and the linears of MTP modules stay as they are in any case, and may be named.
     """
     linears = [name for name, _, _ in family.linears(config)]
-    kept = [name.removesuffix(".weight") for name in inventory.mtp_tensors() if name.endswith(".weight")]
-    names = [family.head, *linears, *kept]
+    names = [family.head, *linears, *inventory.mtp_linears()]
     for pattern in settings.ignore:
-        if not any(fnmatchcase(name, pattern) for name in names):
+        if not any(matches(pattern, name) for name in names):
             nearest = difflib.get_close_matches(pattern, names, n=1, cutoff=0)[0]
             raise UsageError(
                 f"quantization.ignore: {brief(pattern)} matches no linear of this model; the nearest is {nearest!r}"

@@ -59,6 +59,11 @@ class Source(Section):
         return self
 
 
+def matches(pattern: str, module: str) -> bool:
+    """Whether a glob of `quantization.ignore` names a module, by its full name."""
+    return fnmatchcase(module, pattern)
+
+
 class Quantization(Section):
     """How the linear layers inside the decoder blocks are stored. Embeddings and lm_head always keep their dtype."""
 
@@ -74,7 +79,8 @@ class Quantization(Section):
     method: Literal["gptq", "rtn"] = Field(default="gptq", description="gptq (calibrated) or rtn (round to nearest).")
     scale_search: Literal["mse", "none"] = Field(
         default="mse",
-        description="mse searches each group's scale for the least weighted squared error; none = standard rule.",
+        description="mse searches each group's scale for the least weighted squared error, among those whose weights "
+        "are exact in bfloat16 (int4 asym: any); none = standard rule.",
     )
     damping: float = Field(
         default=0.01, gt=0, le=1, description="GPTQ: share of the Hessian's mean diagonal added to it."
@@ -117,7 +123,7 @@ class Quantization(Section):
 
     def ignores(self, module: str) -> bool:
         """Whether a linear (full name, ``model.layers.0.mlp.down_proj``) matches one of the `ignore` patterns."""
-        return any(fnmatchcase(module, pattern) for pattern in self.ignore)
+        return any(matches(pattern, module) for pattern in self.ignore)
 
 
 class Calibration(Section):

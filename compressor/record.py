@@ -17,7 +17,7 @@ from compressor.bundle import environment as machine
 from compressor.bundle import ledger
 from compressor.bundle.api import Bundle
 from compressor.bundle.passport import MEASURED, Passport
-from compressor.checkpoint.config import read_config
+from compressor.checkpoint.config import CONFIG, GENERATION_CONFIG, read_config
 from compressor.checkpoint.source import tokenizer_files
 from compressor.errors import naming
 from compressor.formats.config import quantization_config
@@ -57,10 +57,7 @@ def ignored(state: Run) -> list[str]:
             names += left_out
             if left_out and group.fused_as:
                 names.append(state.family.block(index) + group.fused_as)
-    for name in state.inventory.mtp_tensors():
-        if name.endswith(".weight") and len(state.inventory.tensors[name].shape) == 2:
-            names.append(name.removesuffix(".weight"))
-    return names
+    return names + state.inventory.mtp_linears()
 
 
 def write_config(state: Run, folder: Path) -> None:
@@ -72,9 +69,9 @@ def write_config(state: Run, folder: Path) -> None:
     config["quantization_config"] = quantization_config(
         state.fmt, activations=state.recipe.quantization.activations == "4bit", ignore=ignored(state)
     )
-    with naming(folder / "config.json"):
-        (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
-    for path in [*tokenizer_files(source), source / "generation_config.json"]:
+    with naming(folder / CONFIG):
+        (folder / CONFIG).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+    for path in [*tokenizer_files(source), source / GENERATION_CONFIG]:
         if path.exists():
             with naming(folder / path.name):
                 shutil.copyfile(path, folder / path.name)
@@ -98,9 +95,7 @@ def passport(state: Run, folder: Path) -> Passport:
     """The passport of the bundle whose weights and config are in `folder`."""
     job, recipe, config = state.job, state.recipe, state.config
     baseline, measured = job.result("baseline"), job.result("measure")
-    calibration = job.stage("calibration")
-    layers = [row for i in range(config.num_hidden_layers) for row in job.finished_block(i)["layers"]]
-    settings, fmt, proposer = recipe.quantization, state.fmt, recipe.proposer
+    proposer = recipe.proposer
     law = {key: getattr(recipe.measure.acceptance, key) for key in ("temperature", "top_k", "top_p")}
     tokenizer = folder / "tokenizer.json"
     return Passport.make(
@@ -125,19 +120,7 @@ def passport(state: Run, folder: Path) -> Passport:
             "tokenizer_sha256": bundle.sha256(tokenizer) if tokenizer.exists() else None,
             "dtype": recipe.source.dtype,
         },
-        quantization={
-            "format": fmt.name,
-            "compression_format": fmt.compression_format,
-            "bits": fmt.bits,
-            "group_size": fmt.group_size,
-            "bits_per_weight": fmt.bits_per_weight,
-            "activations": settings.activations,
-            "method": settings.method,
-            "settings": settings.model_dump(mode="json", exclude={"format", "activations", "method"}),
-            "calibration": _calibration(calibration) if calibration else None,
-            "layers": layers,
-            "ignored": ignored(state),
-        },
+        quantization=_quantization(state),
         proposer={
             "kind": proposer.kind,
             "num_speculative_tokens": proposer.num_speculative_tokens if proposer.kind != "none" else 0,
@@ -163,6 +146,25 @@ def passport(state: Run, folder: Path) -> Passport:
         environment=machine.capture(),
         decisions=_decisions(state),
     )
+
+
+def _quantization(state: Run) -> dict:
+    settings, fmt = state.recipe.quantization, state.fmt
+    calibration = state.job.stage("calibration")
+    blocks = range(state.config.num_hidden_layers)
+    return {
+        "format": fmt.name,
+        "compression_format": fmt.compression_format,
+        "bits": fmt.bits,
+        "group_size": fmt.group_size,
+        "bits_per_weight": fmt.bits_per_weight,
+        "activations": settings.activations,
+        "method": settings.method,
+        "settings": settings.model_dump(mode="json", exclude={"format", "activations", "method"}),
+        "calibration": _calibration(calibration) if calibration else None,
+        "layers": [row for index in blocks for row in state.job.finished_block(index)["layers"]],
+        "ignored": ignored(state),
+    }
 
 
 def _calibration(record: dict) -> dict:

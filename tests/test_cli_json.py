@@ -50,10 +50,12 @@ def test_a_place_that_takes_no_files_is_refused_before_the_work(worked):
 
 
 def test_a_read_only_place_is_refused_before_the_work(tmp_path, worked, monkeypatch):
-    def touch(path, *arguments, **options):
-        raise OSError(30, "Read-only file system", str(path))
+    def create(**options):
+        raise OSError(30, "Read-only file system", str(options["dir"]))
 
-    monkeypatch.setattr("pathlib.Path.touch", touch)  # root may write anywhere, so permissions would not show it
+    monkeypatch.setattr(
+        "tempfile.NamedTemporaryFile", create
+    )  # root may write anywhere, so permissions would not show it
     refused(tmp_path / "out.json", worked, "Read-only file system")
 
 
@@ -62,11 +64,12 @@ def test_a_name_that_is_too_long_is_refused_before_the_work(tmp_path, worked):
 
 
 def test_a_probe_changes_neither_an_older_result_nor_the_folder(tmp_path, worked, monkeypatch):
-    path = tmp_path / "out.json"
-    path.write_text("older")
+    path, neighbour = tmp_path / "out.json", tmp_path / "out.json.tmp"
+    path.write_text("older"), neighbour.write_text("mine")
     monkeypatch.setattr(doctor, "examine", lambda: 1 / 0)
     assert isinstance(call(path).exception, ZeroDivisionError)
-    assert path.read_text() == "older" and os.listdir(tmp_path) == ["out.json"]
+    assert path.read_text() == "older" and neighbour.read_text() == "mine"
+    assert sorted(os.listdir(tmp_path)) == ["out.json", "out.json.tmp"]
 
 
 def test_a_device_is_written_to_as_it_is(worked):

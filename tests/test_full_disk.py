@@ -57,7 +57,7 @@ def test_activations(tmp_path, budget, name, monkeypatch):
 
     if budget == 0:  # a device cannot be reserved, which is another error than a full disk
         monkeypatch.setattr(os, "posix_fallocate", lambda *_: os.write(os.open("/dev/full", os.O_WRONLY), b"x"))
-    expect_named(tmp_path / "hidden-00000.bin", run)
+    expect_named(tmp_path / name, run)
 
 
 def test_the_config_of_a_bundle(tmp_path):

@@ -147,7 +147,7 @@ def test_a_source_that_is_not_here_is_said_so_and_not_fetched(tmp_path, monkeypa
 def test_a_model_known_by_its_config_alone_gets_the_same_linears(model):
     from compressor.models import skeleton
 
-    config, _ = skeleton.read_config(model)
+    config, _ = skeleton.model_config(model)
     derived = plan._from_config(config, "bfloat16")
     stored = {name for name in plan.Inventory.read(model).tensors}
     assert stored <= set(derived.tensors)

@@ -18,6 +18,7 @@ from compressor.checkpoint.inventory import Inventory
 from compressor.checkpoint.reader import INDEX_NAME, ShardReader, check_finite
 from compressor.errors import CompressError
 from compressor.formats.config import format_from_config
+from compressor.models import skeleton
 
 TOKENIZER = "tokenizer.json"
 GLOBAL_SCALES = ("weight_global_scale", "input_global_scale")
@@ -42,7 +43,7 @@ def differences(folder: Path, passport: Passport, digests: dict[str, str]) -> li
             *_config(config, passport),
             *(_quantization(scheme, passport) if scheme else unreadable),
             *_layers(reader, passport),
-            *_fused(reader, passport, config),
+            *_fused(folder, reader, passport),
             *_unquantized(reader, passport, scheme),
             *_numbers(reader, passport),
             *_index(folder, reader),
@@ -193,28 +194,28 @@ def _typed(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
     return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
 
 
-def _fused(reader: ShardReader, passport: Passport, config: dict[str, Any]) -> list[str]:
+def _fused(folder: Path, reader: ShardReader, passport: Passport) -> list[str]:
     """Parts that engines run as one matrix share each global scale: the matrix has room for one."""
     try:
-        family = models.get(config["model_type"])
+        config, _ = skeleton.model_config(folder)
+        fused = models.get(config.model_type).fused(config)
     except CompressError as error:
         return [f"{CONFIG}: {error}"]
     first: dict[tuple[str, str], tuple[str, float]] = {}
     problems = []
     for layer in passport.quantization.layers:
-        fused = family.fused_name(config, layer.name)
         for suffix in GLOBAL_SCALES:
             name = f"{layer.name}.{suffix}"
-            if fused is None or name not in reader:
+            if layer.name not in fused or name not in reader:
                 continue
             scale = reader.get(name).float().flatten()
             if scale.numel() != 1:
                 continue  # reported as a wrong layout
-            module, value = first.setdefault((fused, suffix), (layer.name, scale.item()))
+            module, value = first.setdefault((fused[layer.name], suffix), (layer.name, scale.item()))
             if scale.item() != value:
                 problems.append(
                     f"{layer.name}.{suffix}: {scale.item():g}, but {value:g} in {module}; "
-                    f"engines run both as {fused} with one scale"
+                    f"engines run both as {fused[layer.name]} with one scale"
                 )
     return problems
 

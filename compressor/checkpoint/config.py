@@ -4,9 +4,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
+
 from compressor.errors import CompressError, brief
 
 CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
+# What transformers raises for values of a config that it does not expect.
+TRANSFORMERS_ERRORS = (
+    *(ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError, RuntimeError),
+    StrictDataclassError,
+)
 # A config nests about six levels. Far deeper ones exhaust the stack of whatever walks them: repr, copies, transformers.
 _DEEPEST = 64
 # Far above any model. A layer count that no shard matches would otherwise be built before anything compares the two.

@@ -81,8 +81,9 @@ def convert(path: Path, *, sha256: str, dtype: str, cache: Path, progress: Progr
             building.mkdir()
             notes = _convert_into(building / "model", path, reader, dtype)
             record = {"file": path.name, "sha256": sha256, "dtype": dtype, "notes": notes}
-            with naming(building):
-                (building / "conversion.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+            note = building / "conversion.json"
+            with naming(note):
+                note.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
             os.rename(building, place)
         finally:
             shutil.rmtree(building, ignore_errors=True)

@@ -79,6 +79,11 @@ class Inventory:
         roots = tuple(f"{root}." for root in self.mtp_modules)
         return [name for name in self.tensors if name.startswith(roots)]
 
+    def mtp_linears(self) -> list[str]:
+        """Names of the modules with a weight matrix inside the MTP modules, sorted."""
+        weights = [name for name in self.mtp_tensors() if name.endswith(".weight")]
+        return [name.removesuffix(".weight") for name in weights if len(self.tensors[name].shape) == 2]
+
     def bytes_by_dtype(self) -> dict[str, int]:
         """Bytes of tensor data by dtype name ("bfloat16"), largest first."""
         totals: dict[str, int] = {}
@@ -99,9 +104,9 @@ def _parameters(folder: Path, config: dict[str, Any], tensors: dict[str, TensorI
     weights = [name for name in tensors if not _AUXILIARY.fullmatch(name)]
     packed = [name for name in weights if _PACKED.fullmatch(name)]
     bits = _packed_bits(folder / CONFIG, config, packed[0]) if packed else 0
-    dense = set(weights) - set(packed)
-    return sum(math.prod(tensors[name].shape) for name in dense) + sum(
-        tensors[name].nbytes * 8 // bits for name in packed
+    return sum(
+        tensors[name].nbytes * 8 // bits if _PACKED.fullmatch(name) else math.prod(tensors[name].shape)
+        for name in weights
     )
 
 

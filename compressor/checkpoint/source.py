@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from compressor.checkpoint import gguf, hub, pypi
+from compressor.checkpoint.config import CONFIG
 from compressor.checkpoint.digest import Progress, sha256_file
 from compressor.checkpoint.reader import INDEX_NAME, ShardReader
 from compressor.errors import CompressError, UsageError
@@ -166,7 +167,7 @@ def _matches(name: str, patterns: tuple[str, ...]) -> bool:
 
 def _only_gguf(folder: Path) -> bool:
     """Whether a folder is a GGUF source: .gguf files and no safetensors checkpoint."""
-    has_checkpoint = (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
+    has_checkpoint = (folder / CONFIG).is_file() and any(folder.glob("*.safetensors"))
     return not has_checkpoint and any(folder.glob("*.gguf"))
 
 
@@ -183,7 +184,7 @@ def _gguf_path(uri: str) -> Path:
 
 def _digests(folder: Path, progress: Progress | None) -> dict[str, str]:
     """SHA-256 of the files a checkpoint folder is read from, by name; checks that they are there and undamaged."""
-    if not (folder / "config.json").is_file():
+    if not (folder / CONFIG).is_file():
         raise CompressError(f"{folder}: no config.json, so this is not a checkpoint folder")
     if not any(folder.glob("*.safetensors")) and not (folder / INDEX_NAME).is_file():
         pickles = sorted(path.name for path in folder.iterdir() if _matches(path.name, _PICKLES))

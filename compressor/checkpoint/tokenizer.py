@@ -6,8 +6,8 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
+from compressor.checkpoint.config import TRANSFORMERS_ERRORS, read_config
 from compressor.errors import CompressError
-from compressor.models.skeleton import read_config
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -15,10 +15,10 @@ def load_tokenizer(folder: Path) -> Any:
 
     Raises CompressError naming the folder for files that are missing or damaged, or a template that does not parse.
     """
-    read_config(folder)  # transformers reads it to choose the class: its faults are not the tokenizer's
+    read_config(folder)  # transformers reads it to choose the class: what is wrong with it should be said of it
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, *TRANSFORMERS_ERRORS) as error:
         raise CompressError(f"{folder}: no usable tokenizer ({_reason(error)})") from None
     if tokenizer.chat_template:
         try:

@@ -7,14 +7,13 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 
-from compressor.checkpoint.config import read_json_object
+from compressor.checkpoint.config import GENERATION_CONFIG, read_json_object
 from compressor.checkpoint.inventory import Inventory
 from compressor.checkpoint.weights import Weights
 from compressor.errors import CompressError, UsageError, brief
 from compressor.kernels.linear import KERNELS, PackedLinear
 from compressor.models import skeleton
 
-GENERATION_CONFIG = "generation_config.json"
 LEGACY_BUFFERS = r"rotary_emb\.inv_freq$"
 """Old checkpoints store this table, which the model class computes."""
 
@@ -35,7 +34,7 @@ def load(folder: str | Path, *, dtype: torch.dtype = torch.bfloat16, kernel: str
     if kernel not in KERNELS:
         raise UsageError(f"kernel: {kernel!r} is not one of {', '.join(KERNELS)}")
     folder = Path(folder)
-    config, _ = skeleton.read_config(folder)
+    config, _ = skeleton.model_config(folder)
     weights = Weights(folder)
     model = skeleton.build(config, dtype)
     for layer in weights.packed:
@@ -50,7 +49,8 @@ def load(folder: str | Path, *, dtype: torch.dtype = torch.bfloat16, kernel: str
 def _generation_config(folder: Path) -> GenerationConfig:
     path = folder / GENERATION_CONFIG
     ends = read_json_object(path).get("eos_token_id")
-    if any(type(token) is not int for token in (ends if isinstance(ends, list) else [ends]) if ends is not None):
+    tokens = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    if any(type(token) is not int for token in tokens):
         raise CompressError(f"{path}: eos_token_id: {brief(ends)} is neither a token id nor a list of them; correct it")
     try:
         return GenerationConfig.from_pretrained(folder)

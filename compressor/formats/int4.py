@@ -67,7 +67,7 @@ class Int4(Format):
         exact = search == "mse" and self.symmetric and dtype == torch.bfloat16
 
         def store(scale: Tensor) -> Tensor:
-            return significant(scale, _EXACT_BITS) if exact else scale.to(dtype).float()
+            return (significant(scale, _EXACT_BITS) if exact else scale).to(dtype).float()
 
         low, high = groups.amin(-1).clamp(max=0.0), groups.amax(-1).clamp(min=0.0)
         self._finite(torch.maximum(-low, high))

@@ -2,8 +2,9 @@
 
 value = e2m1 · scale / global, with global = 448 · 6 / amax so that the block holding amax gets the largest scale
 (NVIDIA, "Pretraining Large Language Models with NVFP4", 2025, appendix B; compressed-tensors `generate_gparam`). With a
-scale search it is the power of two below that: E4M3's range has room for it, no scale grows coarser, and every weight
-(6 significant bits) is then exact in bfloat16, so engines that decode to bfloat16 and to float32 run the same ones.
+scale search it is the power of two below that: every weight (6 significant bits) is then exact in bfloat16, so engines
+that decode to bfloat16 and to float32 run the same ones. No scale grows coarser, except of blocks whose largest value
+is thousands of times smaller than the tensor's, where E4M3 turns subnormal.
 """
 
 import torch

@@ -1,6 +1,5 @@
 """What an architecture is to the pipeline: its blocks, the linears in them, and which of those engines fuse."""
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -48,23 +47,18 @@ class Family:
     def block(self, index: int) -> str:
         return self.block_prefix.format(index=index)
 
-    def fused_name(self, config, module: str) -> str | None:
-        """Full name of the matrix as part of which engines run the linear `module`; None where it stays apart."""
-        start, end = map(re.escape, self.block_prefix.split("{index}"))
-        match = re.fullmatch(rf"({start}([0-9]{{1,6}}){end})(.+)", module)
-        if match is None:
-            return None
-        for group in self.linear_groups(config, int(match[2])):
-            if match[3] in group.names and group.fused_as:
-                return match[1] + group.fused_as
-        return None
-
     def linears(self, config) -> Iterator[tuple[str, LinearGroup, int]]:
         """Every quantizable linear of the model as (full name, its group, its block index), in order of execution."""
         for index in range(config.num_hidden_layers):
             for group in self.linear_groups(config, index):
                 for name in group.names:
                     yield self.block(index) + name, group, index
+
+    def fused(self, config) -> dict[str, str]:
+        """Full name of the matrix that engines make of it and its neighbours, for each linear that is such a part."""
+        return {
+            name: self.block(index) + group.fused_as for name, group, index in self.linears(config) if group.fused_as
+        }
 
 
 def unknown_family(model_type: str, known: list[str]) -> CompressError:

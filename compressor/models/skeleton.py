@@ -5,36 +5,29 @@ from pathlib import Path
 
 import torch
 from accelerate import init_empty_weights
-from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from compressor.checkpoint import config as checkpoint_config
+from compressor.checkpoint.config import CONFIG, TRANSFORMERS_ERRORS, read_config
 from compressor.errors import CompressError
 from compressor.formats import Format
 
-# what transformers raises for values of a config that it does not expect
-_CONFIG_ERRORS = (
-    *(ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError, RuntimeError),
-    StrictDataclassError,
-)
 
-
-def read_config(folder: Path) -> tuple[PreTrainedConfig, dict | None]:
+def model_config(folder: Path) -> tuple[PreTrainedConfig, dict | None]:
     """(transformers config, `quantization_config` or None) of a checkpoint folder.
 
     The quantization entry is taken out so that the dense class is built: packed layers are our own.
     Raises CompressError naming the file for a missing or unreadable config.json.
     """
-    raw = checkpoint_config.read_config(folder)
+    raw = read_config(folder)
     quantization = raw.pop("quantization_config", None)
     model_type = raw.pop("model_type")
     raw.pop("return_dict", None)  # without it a model answers with bare tuples
     try:
         config = AutoConfig.for_model(model_type, **raw)
-    except _CONFIG_ERRORS as error:
-        path = Path(folder) / checkpoint_config.CONFIG
+    except TRANSFORMERS_ERRORS as error:
+        path = Path(folder) / CONFIG
         raise CompressError(f"{path}: not a usable model config ({' '.join(str(error).split())[:160]})") from None
     return config, quantization
 
@@ -44,7 +37,7 @@ def build(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     try:
         with init_empty_weights(include_buffers=False):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    except _CONFIG_ERRORS as error:
+    except TRANSFORMERS_ERRORS as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
         raise CompressError(f"config.json: no {config.model_type} can be built from it ({reason})") from None
     return model.eval().requires_grad_(False)

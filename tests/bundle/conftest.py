@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -139,7 +140,7 @@ def passport_fields(
 
 def _matrix(layer: str) -> str:
     """What engines run the linear as."""
-    return models.get("llama").fused_name(CONFIG, layer) or layer
+    return models.get("llama").fused(SimpleNamespace(**CONFIG)).get(layer, layer)
 
 
 def build(root: Path, name: str, private_key: Path, *, activations: bool = False, seed: int = 0) -> Path:

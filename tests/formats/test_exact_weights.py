@@ -27,7 +27,7 @@ def test_the_standard_rules_do_not_give_that(name):
     assert not is_exact(name, "none")
 
 
-def test_exactness_costs_at_most_two_percent_of_squared_error():
+def test_exactness_costs_less_than_three_percent_of_squared_error():
     fmt, exact = formats.get("int4-g64"), weight()
     free = exact.float()  # float32 scales are not restricted
 
@@ -45,3 +45,10 @@ def test_rounding_to_significant_bits_is_to_nearest_even(x):
     ulp = 2.0 ** (exponent - 5)
     expected = round(value.item() / ulp) * ulp  # Python rounds ties to even
     assert rounded == pytest.approx(expected, rel=1e-7)
+
+
+@pytest.mark.parametrize("magnitude", [1e-36, 1e-38, 1e-39, 1e-40])
+def test_the_step_is_the_stored_scale_even_where_bfloat16_is_subnormal(magnitude):
+    fmt = formats.get("int4-g64")
+    grid = fmt.grid((weight().float() / 0.037 * magnitude).bfloat16(), search="mse")
+    assert bool((grid.step > 0).all()) and torch.equal(grid.stored["weight_scale"].float(), grid.step)

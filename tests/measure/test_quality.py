@@ -8,7 +8,7 @@ import torch
 
 from compressor.checkpoint.weights import Weights
 from compressor.measure import quality
-from compressor.models.skeleton import read_config
+from compressor.models.skeleton import model_config
 from compressor.models.stream import BlockStream
 from compressor.ui import NullUI
 
@@ -18,7 +18,7 @@ IDS = torch.randint(3, tiny.VOCABULARY, (3, 20), generator=torch.Generator().man
 def compare(a, b):
     streams = []
     for folder in (a, b):
-        config, _ = read_config(folder)
+        config, _ = model_config(folder)
         streams.append(BlockStream(Weights(folder), config, torch.float32))
     with NullUI().progress("quality", 3) as progress:
         return quality.compare(*streams, IDS, batch_size=2, progress=progress)

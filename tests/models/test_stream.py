@@ -8,12 +8,12 @@ from transformers import AutoModelForCausalLM
 from compressor import models
 from compressor.checkpoint.weights import Weights
 from compressor.errors import CompressError
-from compressor.models.skeleton import read_config
+from compressor.models.skeleton import model_config
 from compressor.models.stream import BlockStream
 
 
 def streamed_logits(folder, ids):
-    config, _ = read_config(folder)
+    config, _ = model_config(folder)
     stream = BlockStream(Weights(folder), config, torch.float32)
     hidden = stream.embed(ids)
     stream.release_embedding()
@@ -37,7 +37,7 @@ def test_streamed_logits_equal_transformers(tmp_path, kind):
 def test_a_wrong_block_order_is_seen(tmp_path):
     folder = tiny.save(tmp_path, dtype=torch.float32)
     ids = torch.arange(3, 27)[None]
-    config, _ = read_config(folder)
+    config, _ = model_config(folder)
     stream = BlockStream(Weights(folder), config, torch.float32)
     hidden = stream.embed(ids)
     for index in (1, 0):
