@@ -114,6 +114,21 @@ def test_every_symmetric_format_loads_in_transformers_as_stored(tmp_path, rows, 
     assert (plain - theirs).norm() / theirs.norm() > 2e-2
 
 
+@pytest.mark.parametrize("fmt", ["int4-g32", "int4-g32-asym", "nvfp4"])
+def test_the_lines_of_the_model_card_load_the_bundle(tmp_path, rows, text, monkeypatch, fmt):
+    source = tiny.save(tmp_path / "source", "llama-tied")
+    bundle = run(tmp_path, recipe(source, rows, text, quality=False, format=fmt, method="rtn"))
+    lines = (bundle.path / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    assert ("dequantize=True" in lines) == ("asym" in fmt)
+    monkeypatch.chdir(bundle.path)
+    names: dict = {}
+    exec(lines, names)
+    ids = torch.arange(3, 27)[None]
+    theirs = names["model"](ids).logits.float()
+    ours = engine.load(bundle.path, kernel="dequantized")(ids).logits.float()
+    assert (ours - theirs).norm() / theirs.norm() <= 2e-2
+
+
 def test_gptq_is_closer_to_the_reference_than_rounding(tmp_path, rows, text):
     source = tiny.save(tmp_path / "source", num_hidden_layers=1)
     errors = {}

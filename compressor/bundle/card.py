@@ -2,6 +2,7 @@
 
 import json
 
+from compressor import formats
 from compressor.bundle import report, summary
 from compressor.bundle.passport import Passport
 from compressor.bundle.signing import shown
@@ -25,6 +26,7 @@ def render(passport: Passport, key: str | None = None) -> str:
         title=cell(report.title(passport)),
         base_model=source.uri if source.kind == "hub" else None,
         speculation=json.dumps(speculation) if passport.proposer.kind == "ngram" else None,
+        decoded=not formats.get(passport.quantization.format).weights_config()["symmetric"],
         method=summary.METHODS.get(passport.quantization.method, passport.quantization.method),
         rows=[[cell(text) for text in row] for row in summary.rows(passport)],
         key=key,
