@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from compressor.errors import CompressError, UsageError
+from compressor.errors import CompressError, UsageError, naming
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -70,7 +70,7 @@ def _os_error(error: OSError) -> str:
     """One line for an error of the operating system; a full disk names its remedy."""
     if error.errno in _FULL_DISK:
         writing = f" while writing {error.filename}" if error.filename else ""
-        return f"no space left on device{writing}: free space or choose another --work/--out"
+        return f"no space left on device{writing}: free space or choose another place"
     if error.errno is None or error.strerror is None:
         return " ".join(str(error).split()) or type(error).__name__
     place = f"{error.filename}: " if error.filename else ""
@@ -350,7 +350,8 @@ def _write(path: Path, text: str) -> None:
         return
     temporary = path.with_name(path.name + ".tmp")
     try:
-        temporary.write_text(text, encoding="utf-8")
+        with naming(temporary):
+            temporary.write_text(text, encoding="utf-8")
         temporary.replace(path)
     except OSError:
         temporary.unlink(missing_ok=True)

@@ -80,7 +80,7 @@ class Quantization(Section):
     scale_search: Literal["mse", "none"] = Field(
         default="mse",
         description="mse searches each group's scale for the least weighted squared error, among those whose weights "
-        "are exact in bfloat16 (int4 asym: any); none = standard rule.",
+        "are exact in bfloat16 (asymmetric int4, and int4 of a source in another dtype: any); none = standard rule.",
     )
     damping: float = Field(
         default=0.01, gt=0, le=1, description="GPTQ: share of the Hessian's mean diagonal added to it."

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -74,7 +73,7 @@ def write_config(state: Run, folder: Path) -> None:
     for path in [*tokenizer_files(source), source / GENERATION_CONFIG]:
         if path.exists():
             with naming(folder / path.name):
-                shutil.copyfile(path, folder / path.name)
+                (folder / path.name).write_bytes(path.read_bytes())  # shutil would name the source on a full disk
 
 
 def kernels(model: torch.nn.Module) -> list[dict]:

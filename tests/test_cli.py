@@ -242,12 +242,12 @@ def test_a_json_file_in_no_folder_is_refused_before_the_work(pipeline, recipe):
             OSError(errno.ENOSPC, "No space left on device", "/w/block-00001.safetensors.tmp"),
             1,
             "error: no space left on device while writing /w/block-00001.safetensors.tmp: free space or choose another "
-            "--work/--out",
+            "place",
         ),
         (
             OSError(errno.ENOSPC, "No space left on device"),
             1,
-            "error: no space left on device: free space or choose another --work/--out",
+            "error: no space left on device: free space or choose another place",
         ),
         (PermissionError(errno.EACCES, "Permission denied", "/w"), 1, "error: /w: permission denied"),
         (OSError("a message\n  of a library"), 1, "error: a message of a library"),

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from compressor import activations, record
+from compressor import activations, cli, record
 from compressor.bundle import signing
 from compressor.checkpoint import writer
 from compressor.errors import naming
@@ -60,21 +60,28 @@ def test_activations(tmp_path, budget, name, monkeypatch):
     expect_named(tmp_path / name, run)
 
 
-def test_the_config_of_a_bundle(tmp_path):
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_the_small_files_of_a_bundle(tmp_path, name):
     source, out = tmp_path / "source", tmp_path / "out"
     source.mkdir(), out.mkdir()
     (source / "config.json").write_text('{"model_type": "llama"}')
+    (source / "generation_config.json").write_text("{}")
     state = SimpleNamespace(
         source=SimpleNamespace(folder=source),
         dtype=torch.bfloat16,
         fmt=None,
         recipe=SimpleNamespace(quantization=SimpleNamespace(activations="16bit")),
     )
-    path = full(out / "config.json")
+    path = full(out / name)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(record, "quantization_config", lambda *_, **__: {})
         patch.setattr(record, "ignored", lambda _: [])
         expect_named(path, lambda: record.write_config(state, out))
+
+
+def test_a_result_of_the_command_line(tmp_path):
+    path = full(tmp_path / "out.json.tmp")
+    expect_named(path, lambda: cli._write(tmp_path / "out.json", "{}"))
 
 
 def test_a_key_pair(tmp_path, monkeypatch):

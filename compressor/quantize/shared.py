@@ -70,8 +70,13 @@ def quantize_shared(
         stats = {}
     stats = {"method": method, **stats, "seconds": round(time.perf_counter() - started, 4)}
     results = []
-    for weight, tensors in zip(weights, encoded, strict=True):
+    for weight, name, tensors in zip(weights, names, encoded, strict=True):
         decoded = fmt.decode(tensors)
+        if not bool(decoded.to(weight.dtype).isfinite().all()):  # rounding up may pass the dtype's largest number
+            largest = weight.abs().amax().item()
+            raise CompressError(
+                f"{name}: {fmt.name} rounds its largest weight, {largest:g}, to infinity; add it to quantization.ignore"
+            )
         error = relative_output_error(weight, decoded, hessian)
         results.append(LayerResult(tensors, error, sqnr_db(weight, decoded), dict(stats)))
     return results
