@@ -149,7 +149,7 @@ def test_refusals_name_the_layer_at_fault():
 @pytest.mark.parametrize("name", ["int4-g64", "nvfp4"])
 def test_a_weight_that_rounds_to_infinity_is_named(name):
     largest = torch.finfo(torch.bfloat16).max
-    fmt, weight = formats.get(name), torch.full((16, 64), largest).bfloat16()
+    fmt, weight = formats.get(name), (torch.linspace(-1, 1, 16 * 64).reshape(16, 64) * largest).bfloat16()
     with pytest.raises(CompressError, match=f"w: {name} rounds its largest weight, .*, to infinity"):
         quantize_shared([weight], fmt, method="rtn", names=["w"])
     quantize_shared([weight / 8], fmt, method="rtn", names=["w"])
