@@ -36,8 +36,10 @@ class PackedLinear(nn.Module):
     bias: Tensor | None
     input_global_scale: Tensor | None
     weight: Tensor  # [out, in], path "dequantized" only
-    words: Tensor  # path "cpu-int4" only, as `scales_and_offsets`
+    words: Tensor  # path "cpu-int4" only, as the next three
     scales_and_offsets: Tensor
+    halves: Tensor
+    zeros: Tensor | None
 
     def __init__(
         self,
@@ -64,8 +66,8 @@ class PackedLinear(nn.Module):
         reason = "asked for" if kernel == "dequantized" else self._obstacle(grid.step, dtype)
         if reason is None:
             packed = int4_cpu.pack(codes, grid.step, grid.zero, fmt.group_size)
-            self.register_buffer("words", packed.words, persistent=False)
-            self.register_buffer("scales_and_offsets", packed.scales_and_offsets, persistent=False)
+            for name in ("words", "scales_and_offsets", "halves", "zeros"):
+                self.register_buffer(name, getattr(packed, name), persistent=False)
             self.path, self.kernel = "cpu-int4", int4_cpu.OP
         elif kernel == "cpu-int4":
             raise CompressError(f"kernel cpu-int4 cannot run this layer: {reason}")
@@ -80,9 +82,10 @@ class PackedLinear(nn.Module):
             x = self.fmt.fake_quantize_activation(x, self.input_global_scale)
         if self.path == "dequantized":
             return F.linear(x, self.weight, self.bias)
-        packed = int4_cpu.PackedInt4(self.words, self.scales_and_offsets, self.fmt.group_size)
-        y = int4_cpu.linear(x, packed)
-        return y if self.bias is None else y + self.bias
+        return int4_cpu.linear(x, self._packed(), self.bias)
+
+    def _packed(self) -> int4_cpu.PackedInt4:
+        return int4_cpu.PackedInt4(self.words, self.scales_and_offsets, self.halves, self.zeros, self.fmt.group_size)
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, format={self.fmt.name}, path={self.path}"
@@ -110,7 +113,9 @@ class PackedLinear(nn.Module):
             return f"decoded to {str(dtype).removeprefix('torch.')}{inputs}: {reason}; {error}"
         if self.kernel not in ran.operators:
             raise CompressError(f"{self.kernel} did not run; dispatched were {', '.join(sorted(ran.operators))}")
-        return f"{self.kernel} was dispatched; {error}"
+        if not torch.equal(int4_cpu.decode(self._packed()), dense.to(dtype)):
+            raise CompressError(f"{self.kernel}: its codes do not decode to this layer's weight")
+        return f"{self.kernel} was dispatched; {error}; {int4_cpu.DECODE_ROWS} rows and more are decoded, equal weights"
 
 
 class _Dispatched(TorchDispatchMode):

@@ -21,7 +21,7 @@ def inputs(width, rows=5):
 
 @pytest.mark.parametrize("group", int4_cpu.GROUP_SIZES)
 @pytest.mark.parametrize("out", [16, 48, 96])
-@pytest.mark.parametrize("rows", [1, 4, 33])
+@pytest.mark.parametrize("rows", [1, 4, int4_cpu.DECODE_ROWS - 1])
 def test_symmetric_weights_are_exact_up_to_the_rounding_of_outputs(group, out, rows):
     codes, step, _ = weight(out, 3, group)
     x = inputs(3 * group, rows)
@@ -32,10 +32,25 @@ def test_symmetric_weights_are_exact_up_to_the_rounding_of_outputs(group, out, r
     torch.testing.assert_close(y.float(), expected, rtol=2**-8, atol=1e-4)
 
 
+@pytest.mark.parametrize("zero", [False, True])
+@pytest.mark.parametrize("group", int4_cpu.GROUP_SIZES)
+def test_many_rows_run_the_bfloat16_weight_exactly(group, zero):
+    codes, step, zeros = weight(48, 3, group, zero=zero)
+    eye = torch.eye(3 * group)
+    dense = int4_cpu.reference(eye, codes, step, zeros).T.bfloat16()
+    packed = int4_cpu.pack(codes, step, zeros, group)
+    assert torch.equal(int4_cpu.decode(packed), dense)
+    x = inputs(3 * group, int4_cpu.DECODE_ROWS)
+    assert torch.equal(int4_cpu.linear(x, packed), torch.nn.functional.linear(x, dense))
+    other = int4_cpu.pack(codes ^ 1, step, zeros, group)
+    assert not torch.equal(int4_cpu.decode(other), dense)
+
+
 def test_zero_points_are_off_by_a_small_fraction_of_a_step():
     codes, step, zero = weight(zero=True)
     eye = torch.eye(96).bfloat16()
-    got = int4_cpu.linear(eye, int4_cpu.pack(codes, step, zero, 32)).float().T
+    packed = int4_cpu.pack(codes, step, zero, 32)
+    got = torch.cat([int4_cpu.linear(row[None], packed) for row in eye]).float().T
     wanted = int4_cpu.reference(eye, codes, step, zero).T
     error = ((got - wanted).abs() - wanted.abs() * 2**-8).clamp_min(0) / step.repeat_interleave(32, 1)
     assert 0 < error.max() < 0.028

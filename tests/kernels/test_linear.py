@@ -81,11 +81,11 @@ def test_a_kernel_that_does_not_do_what_it_says_is_refused(monkeypatch, damage):
     fmt, tensors = encoded("int4-g32")
     real = int4_cpu.linear
     if damage == "shifted":
-        monkeypatch.setattr(int4_cpu, "linear", lambda x, weight: real(x.roll(1, -1), weight))
+        monkeypatch.setattr(int4_cpu, "linear", lambda x, weight, bias: real(x.roll(1, -1), weight, bias))
         says = "off by"
     else:  # right numbers, but not from the kernel
         dense = fmt.decode(tensors).bfloat16()
-        monkeypatch.setattr(int4_cpu, "linear", lambda x, weight: F.linear(x, dense))
+        monkeypatch.setattr(int4_cpu, "linear", lambda x, weight, bias: F.linear(x, dense))
         says = "did not run"
     with pytest.raises(CompressError, match=says):
         PackedLinear(fmt, tensors)
