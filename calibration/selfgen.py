@@ -59,14 +59,8 @@ def generate_rows(
     """
     config = model.config.get_text_config()
     context = getattr(config, "max_position_embeddings", None) or float("inf")
-    encoded = {prompt["id"]: encode(prompt, tokenizer) for prompt in prompts}
-    for ids in encoded.values():
-        check_vocabulary(torch.tensor(ids), config.vocab_size, "tokenizer")
-    usable = [prompt for prompt in prompts if len(encoded[prompt["id"]]) + MIN_NEW_TOKENS <= context]
-    if not usable:
-        raise CompressError(
-            f"self-generation: no prompt fits the model's context of {context} tokens; calibrate on a corpus"
-        )
+    encoded = _encoded(prompts, tokenizer, config.vocab_size, context)
+    usable = [prompt for prompt in prompts if prompt["id"] in encoded]
     passes, rng = 0, random.Random(seed)
     law = LogitsProcessorList([_Draw(Law(temperature, None, top_p), seed)])
     with ui.progress(task, rows * length) as bar:
@@ -97,6 +91,19 @@ def generate_rows(
         "top_p": top_p,
         "max_new_tokens": MAX_NEW_TOKENS,
     }
+
+
+def _encoded(prompts: list[Prompt], tokenizer: Any, vocab_size: int, context: float) -> dict[str, list[int]]:
+    """Token ids by prompt id, of the prompts that leave room for an answer in the model's context."""
+    encoded = {prompt["id"]: encode(prompt, tokenizer) for prompt in prompts}
+    for ids in encoded.values():
+        check_vocabulary(torch.tensor(ids), vocab_size, "tokenizer")
+    fitting = {key: ids for key, ids in encoded.items() if len(ids) + MIN_NEW_TOKENS <= context}
+    if not fitting:
+        raise CompressError(
+            f"self-generation: no prompt fits the model's context of {context} tokens; calibrate on a corpus"
+        )
+    return fitting
 
 
 def _end_ids(model: Any, tokenizer: Any) -> list[int]:

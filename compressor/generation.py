@@ -7,6 +7,7 @@ from typing import Any, cast
 from compressor.bundle import Bundle
 from compressor.decode import Law
 from compressor.errors import UsageError
+from compressor.text import is_unicode
 
 
 def generate(
@@ -32,7 +33,7 @@ def generate(
     law = Law(temperature=temperature, top_k=top_k, top_p=top_p)
     bundle = Bundle.open(path)
     tokenizer = bundle.tokenizer()
-    if any("\ud800" <= character <= "\udfff" for character in prompt):
+    if not is_unicode(prompt):
         raise UsageError("--prompt: holds bytes that are not UTF-8")
     chat = not raw and tokenizer.chat_template is not None
     if chat:

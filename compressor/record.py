@@ -68,12 +68,12 @@ def write_config(state: Run, folder: Path) -> None:
     config["quantization_config"] = quantization_config(
         state.fmt, activations=state.recipe.quantization.activations == "4bit", ignore=ignored(state)
     )
-    with naming(folder / CONFIG):
-        (folder / CONFIG).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
-    for path in [*tokenizer_files(source), source / GENERATION_CONFIG]:
-        if path.exists():
-            with naming(folder / path.name):
-                (folder / path.name).write_bytes(path.read_bytes())  # shutil would name the source on a full disk
+    carried = [path for path in (*tokenizer_files(source), source / GENERATION_CONFIG) if path.exists()]
+    files = {path.name: path.read_bytes() for path in carried}  # shutil would name the source on a full disk
+    files[CONFIG] = (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
+    for name, data in files.items():
+        with naming(folder / name):
+            (folder / name).write_bytes(data)
 
 
 def kernels(model: torch.nn.Module) -> list[dict]:

@@ -13,7 +13,7 @@ import torch
 from compressor import formats, models
 from compressor.bundle import ledger
 from compressor.bundle.passport import Layer, Passport
-from compressor.checkpoint.config import CONFIG, read_config, read_json_object
+from compressor.checkpoint.config import CONFIG, read_json_object
 from compressor.checkpoint.inventory import Inventory
 from compressor.checkpoint.reader import INDEX_NAME, ShardReader, check_finite
 from compressor.errors import CompressError
@@ -36,7 +36,8 @@ def differences(folder: Path, passport: Passport, digests: dict[str, str]) -> li
 
     Raises CompressError for shards or a config that cannot be read at all.
     """
-    config = read_config(folder)
+    inventory = Inventory.read(folder)
+    config = inventory.config
     scheme, unreadable = _scheme(config)
     with ShardReader(folder) as reader:
         return [
@@ -47,7 +48,7 @@ def differences(folder: Path, passport: Passport, digests: dict[str, str]) -> li
             *_unquantized(reader, passport, scheme),
             *_numbers(reader, passport),
             *_index(folder, reader),
-            *_ledger(Inventory.read(folder), passport, digests),
+            *_ledger(inventory, passport, digests),
             *_tokenizer(passport, digests),
         ]
 

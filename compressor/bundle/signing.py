@@ -21,6 +21,7 @@ from model_signing import signing as model_signing
 from model_signing import verifying as model_verifying
 
 from compressor.errors import CompressError, naming
+from compressor.text import is_unicode
 
 SIGNATURE = "model.sig"
 PRIVATE_KEY, PUBLIC_KEY = "signing.key", "signing.pub"
@@ -174,7 +175,7 @@ def files_of(folder: Path) -> list[str]:
             path = Path(root, name)
             kind = path.lstat().st_mode
             relative = path.relative_to(folder).as_posix()
-            if not _is_unicode(relative):
+            if not is_unicode(relative):  # Linux allows any bytes, a signature does not
                 refused.append(f"{shown(relative)}: a name that is not UTF-8")
             elif stat.S_ISREG(kind):
                 names.append(relative)
@@ -185,11 +186,6 @@ def files_of(folder: Path) -> list[str]:
     if refused:
         raise CompressError(f"{folder}: {listing(refused)}; a bundle holds plain files only")
     return sorted(name for name in names if name != SIGNATURE)
-
-
-def _is_unicode(name: str) -> bool:
-    """Whether the name can be written into a signature; Linux allows any bytes."""
-    return not any("\ud800" <= character <= "\udfff" for character in name)
 
 
 def _raise(error: OSError) -> None:

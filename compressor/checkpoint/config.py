@@ -7,6 +7,7 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 
 from compressor.errors import CompressError, brief
+from compressor.text import is_unicode
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
@@ -84,7 +85,7 @@ def _check_values(value: dict[str, Any], path: Path) -> None:
                 below += [*item, *item.values()]
             elif isinstance(item, list):
                 below += item
-            elif isinstance(item, str) and any("\ud800" <= character <= "\udfff" for character in item):
+            elif isinstance(item, str) and not is_unicode(item):
                 raise CompressError(f"{path}: {brief(item)} is no Unicode text")  # JSON can escape half a pair
         if not below:
             return

@@ -63,8 +63,8 @@ class Format(ABC):
         search "none": the format's standard rule. "mse": per group, the stored scale with the least squared error,
         weighted by `importance` (float [in], ≥ 0: e.g. the diagonal of the layer's Hessian) if given, among scales
         that make every weight exact in bfloat16 (asymmetric integers, and integers of weights in another dtype
-        excepted: see the format). global_scale:
-        float32 [1] shared by parts that engines fuse; formats without one refuse it.
+        excepted: see the format). global_scale: float32 [1] shared by parts that engines fuse; formats without one
+        refuse it.
         Raises CompressError for NaN or Inf in the weight, UsageError for an unknown search.
         """
 

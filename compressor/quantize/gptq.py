@@ -179,10 +179,48 @@ def gptq(
     rounding. search: how the scales are chosen, see `Factor` for the weights. A float64 weight is solved in float64,
     any other in float32. Raises as `factorize` and `Format.grid` do.
     """
-    dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
     fmt.check(weight.shape[1], name)
-    factor = factorize(hessian, damping=damping, order=order, name=name, dtype=dtype)
-    grid = fmt.grid(
-        weight.masked_fill(factor.dead, 0), search=search, importance=factor.importance, global_scale=global_scale
+    (tensors,), _ = gptq_together(
+        [weight],
+        hessian,
+        fmt,
+        damping=damping,
+        order=order,
+        block_size=block_size,
+        search=search,
+        global_scale=global_scale,
+        name=name,
     )
-    return pack_values(solve(weight, factor, fmt, grid.step, grid.zero, block_size=block_size), fmt, grid)
+    return tensors
+
+
+@torch.no_grad()
+def gptq_together(
+    weights: list[Tensor],
+    hessian: Tensor,
+    fmt: Format,
+    *,
+    damping: float,
+    order: str,
+    block_size: int,
+    search: str,
+    global_scale: Tensor | None,
+    name: str,
+) -> tuple[list[dict[str, Tensor]], dict]:
+    """`gptq` of weights that read the same input, with one factorization and one sweep for all of them.
+
+    Returns the tensors of each, and the damping that held, the precision of the factorization and the number of dead
+    inputs.
+    """
+    dtype = torch.float64 if weights[0].dtype == torch.float64 else torch.float32
+    factor = factorize(hessian, damping=damping, order=order, name=name, dtype=dtype)
+    grids = [
+        fmt.grid(w.masked_fill(factor.dead, 0), search=search, importance=factor.importance, global_scale=global_scale)
+        for w in weights
+    ]
+    step = torch.cat([g.step for g in grids])
+    zeros = [g.zero for g in grids if g.zero is not None]
+    values = solve(torch.cat(weights), factor, fmt, step, torch.cat(zeros) if zeros else None, block_size=block_size)
+    parts = values.split([len(w) for w in weights])
+    stats = {"damping": factor.damping, "precision": factor.precision, "dead_inputs": int(factor.dead.sum())}
+    return [pack_values(v, fmt, g) for v, g in zip(parts, grids, strict=True)], stats

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from compressor.errors import CompressError, UsageError
 from compressor.formats import Format
-from compressor.quantize.gptq import factorize, pack_values, solve
+from compressor.quantize.gptq import gptq_together
 from compressor.quantize.metrics import relative_output_error, sqnr_db
+from compressor.quantize.rtn import rtn
 
 METHODS = ("gptq", "rtn")
 
@@ -63,44 +64,35 @@ def quantize_shared(
     started = time.perf_counter()
     common = fmt.global_scale(weights, search=search) if fused else None
     if method == "gptq" and hessian is not None:
-        encoded, stats = _gptq(weights, fmt, hessian, common, names, search, damping, order, block_size)
+        encoded, stats = gptq_together(
+            weights,
+            hessian,
+            fmt,
+            damping=damping,
+            order=order,
+            block_size=block_size,
+            search=search,
+            global_scale=common,
+            name=names[0],
+        )
     else:
         importance = None if hessian is None else hessian.diagonal()
-        encoded = [fmt.encode(w, search=search, importance=importance, global_scale=common) for w in weights]
+        encoded = [rtn(w, fmt, search=search, importance=importance, global_scale=common) for w in weights]
         stats = {}
     stats = {"method": method, **stats, "seconds": round(time.perf_counter() - started, 4)}
-    results = []
-    for weight, name, tensors in zip(weights, names, encoded, strict=True):
-        decoded = fmt.decode(tensors)
-        if not bool(decoded.to(weight.dtype).isfinite().all()):  # rounding up may pass the dtype's largest number
-            largest = weight.abs().amax().item()
-            raise CompressError(
-                f"{name}: {fmt.name} rounds its largest weight, {largest:g}, to infinity; add it to quantization.ignore"
-            )
-        error = relative_output_error(weight, decoded, hessian)
-        results.append(LayerResult(tensors, error, sqnr_db(weight, decoded), dict(stats)))
-    return results
-
-
-def _gptq(
-    weights: list[Tensor],
-    fmt: Format,
-    hessian: Tensor,
-    common: Tensor | None,
-    names: list[str],
-    search: str,
-    damping: float,
-    order: str,
-    block_size: int,
-) -> tuple[list[dict[str, Tensor]], dict]:
-    factor = factorize(hessian, damping=damping, order=order, name=names[0], dtype=torch.float32)
-    grids = [
-        fmt.grid(w.masked_fill(factor.dead, 0), search=search, importance=factor.importance, global_scale=common)
-        for w in weights
+    return [
+        _result(weight, fmt, name, tensors, hessian, stats)
+        for weight, name, tensors in zip(weights, names, encoded, strict=True)
     ]
-    step = torch.cat([g.step for g in grids])
-    zeros = [g.zero for g in grids if g.zero is not None]
-    values = solve(torch.cat(weights), factor, fmt, step, torch.cat(zeros) if zeros else None, block_size=block_size)
-    parts = values.split([len(w) for w in weights])
-    stats = {"damping": factor.damping, "precision": factor.precision, "dead_inputs": int(factor.dead.sum())}
-    return [pack_values(v, fmt, g) for v, g in zip(parts, grids, strict=True)], stats
+
+
+def _result(
+    weight: Tensor, fmt: Format, name: str, tensors: dict[str, Tensor], hessian: Tensor | None, stats: dict
+) -> LayerResult:
+    decoded = fmt.decode(tensors)
+    if not bool(decoded.to(weight.dtype).isfinite().all()):  # rounding up may pass the dtype's largest number
+        largest = weight.abs().amax().item()
+        raise CompressError(
+            f"{name}: {fmt.name} rounds its largest weight, {largest:g}, to infinity; add it to quantization.ignore"
+        )
+    return LayerResult(tensors, relative_output_error(weight, decoded, hessian), sqnr_db(weight, decoded), dict(stats))

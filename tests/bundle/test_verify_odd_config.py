@@ -74,7 +74,7 @@ def test_the_bundle_itself_passes(real, errors):
 
 
 def test_a_programming_error_would_show(real, errors, monkeypatch):
-    monkeypatch.setattr("compressor.bundle.contents.read_config", lambda folder: 5)
+    monkeypatch.setattr("compressor.bundle.contents.Inventory.read", lambda folder: 5)
     with pytest.raises(AssertionError, match="verify"):
         errors("config.json", json.dumps(config_of(real)))
 

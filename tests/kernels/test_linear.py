@@ -76,13 +76,17 @@ def test_four_bit_activations_are_emulated_and_said(name):
     assert not torch.allclose(layer(x), F.linear(x, fmt.decode(tensors)), rtol=1e-3)
 
 
-@pytest.mark.parametrize("damage", ["shifted", "silent"])
+@pytest.mark.parametrize("damage", ["shifted", "silent", "decoded wrongly"])
 def test_a_kernel_that_does_not_do_what_it_says_is_refused(monkeypatch, damage):
     fmt, tensors = encoded("int4-g32")
     real = int4_cpu.linear
     if damage == "shifted":
         monkeypatch.setattr(int4_cpu, "linear", lambda x, weight, bias: real(x.roll(1, -1), weight, bias))
         says = "off by"
+    elif damage == "decoded wrongly":  # the kernel is right, what many rows would run is not
+        decode = int4_cpu.decode
+        monkeypatch.setattr(int4_cpu, "decode", lambda weight: decode(weight).roll(1, -1))
+        says = "do not decode to this layer's weight"
     else:  # right numbers, but not from the kernel
         dense = fmt.decode(tensors).bfloat16()
         monkeypatch.setattr(int4_cpu, "linear", lambda x, weight, bias: F.linear(x, dense))
