@@ -6,19 +6,17 @@ Exit codes: 0 success, 1 the work failed or a check did not hold, 2 bad usage or
 import difflib
 import errno
 import json
-import os
 import sys
-import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
 
-from compressor.errors import CompressError, UsageError, naming
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from compressor import cli_decode
+from compressor.cli_decode import BundleFolder
+from compressor.cli_output import Json, Output, write
+from compressor.errors import CompressError, UsageError
 
 DEFAULT_COMMAND = "run"
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
@@ -89,12 +87,10 @@ app = typer.Typer(
 )
 
 RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE.yaml", help="The recipe.", show_default=False)]
-BundleFolder = Annotated[Path, typer.Argument(metavar="BUNDLE", help="The bundle's folder.", show_default=False)]
 Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Override a recipe key, as in quantization.format=nvfp4."),
 ]
-Json = Annotated[str | None, typer.Option("--json", metavar="FILE", help="Also write the result as JSON; - is stdout.")]
 
 
 def _version(asked: bool) -> None:
@@ -134,7 +130,7 @@ def run(
     from compressor.recipe import Recipe
     from compressor.ui import RichUI
 
-    output = _Output(json_file)
+    output = Output(json_file)
     job = Recipe.load(recipe, overrides or ())
     bundle = compressor.compress(job, out, work=work, resume=resume, ui=RichUI(), offline=offline)
     output.result({"bundle": str(bundle.path), "passport": bundle.passport.model_dump(mode="json")})
@@ -148,7 +144,7 @@ def plan(recipe: RecipeFile, overrides: Overrides = None, json_file: Json = None
     from compressor import tables
     from compressor.recipe import Recipe
 
-    output = _Output(json_file)
+    output = Output(json_file)
     made = planning.make(Recipe.load(recipe, overrides or ()))
     output.result(made.to_dict())
     tables.plan(output.console(), made)
@@ -163,7 +159,7 @@ def schema(json_file: Json = None) -> None:
     if json_file in (None, "-"):
         sys.stdout.write(text)
     else:
-        _Output(json_file).result(json.loads(text))
+        Output(json_file).result(json.loads(text))
 
 
 @app.command()
@@ -174,45 +170,14 @@ def inspect(
     """Show a checkpoint's tensors, bytes, MTP modules and number format."""
     from compressor import inspection, tables
 
-    output = _Output(json_file)
+    output = Output(json_file)
     found = inspection.inspect(path)
     output.result(found)
     tables.inspection(output.console(), found)
 
 
-@app.command()
-def generate(
-    bundle: BundleFolder,
-    prompt: Annotated[str, typer.Option(help="What to continue or answer.", show_default=False)],
-    k: Annotated[int, typer.Option("--k", min=1, help="Tokens drafted a cycle.")] = 3,
-    proposer: Annotated[str, typer.Option(help="ngram or none.")] = "ngram",
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, tokens.")] = 128,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
-    top_k: Annotated[int | None, typer.Option(min=1, help="Top-k sampling.", show_default="off")] = None,
-    top_p: Annotated[float, typer.Option(help="Nucleus sampling, in (0, 1].")] = 1.0,
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the sampling.")] = 0,
-    raw: Annotated[bool, typer.Option("--raw", help="Continue the text itself, without the chat template.")] = False,
-    json_file: Json = None,
-) -> None:
-    """Generate text from a bundle's packed weights, speculatively; the text goes to stdout."""
-    from compressor import generation
-
-    output = _Output(json_file)
-    answer = generation.generate(
-        bundle,
-        prompt,
-        proposer=proposer,
-        k=k,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-        raw=raw,
-    )
-    output.result(answer)
-    output.console().print(answer["text"], markup=False, soft_wrap=True)
-    print(generation.statistics(answer), file=sys.stderr)
+app.command()(cli_decode.generate)
+app.command()(cli_decode.serve)
 
 
 @app.command()
@@ -226,7 +191,7 @@ def verify(
     """Check a bundle's signature, files and passport; exits 1 naming every difference."""
     from compressor.bundle import Bundle
 
-    output = _Output(json_file)
+    output = Output(json_file)
     opened = Bundle.open(bundle)
     try:
         opened.verify(public_key)
@@ -248,7 +213,7 @@ def sign(
     """Sign a bundle anew, replacing its signature."""
     from compressor.bundle import Bundle, signing
 
-    output = _Output(json_file)
+    output = Output(json_file)
     Bundle.open(bundle)  # refuses a folder that is no bundle
     private, public = signing.resolve_keys(private_key)
     signature = signing.sign(bundle, private)
@@ -268,12 +233,12 @@ def report(
     from compressor.bundle import Bundle
     from compressor.bundle import report as reports
 
-    output = _Output(json_file)
+    output = Output(json_file)
     passport = Bundle.open(bundle).passport
     page = out if out is not None else Path(f"report-{bundle.resolve().name}.html")
     if bundle.resolve() in page.resolve().parents:
         raise UsageError(f"--out {page}: lies in the bundle, whose signature it would break; choose another place")
-    _write(page, reports.render(passport))
+    write(page, reports.render(passport))
     output.result({"bundle": str(bundle), "report": str(page), "outcomes": passport.outcomes.model_dump(mode="json")})
     output.line(f"report: {page}")
 
@@ -283,79 +248,11 @@ def doctor(json_file: Json = None) -> None:
     """Show this machine's devices, kernels and keys, and what would run natively."""
     from compressor import doctor as examination
 
-    output = _Output(json_file)
+    output = Output(json_file)
     found = examination.examine()
     output.result(found)
     for text in examination.lines(found):
         output.line(text)
-
-
-class _Output:
-    """Where a command's result goes: JSON to the file of --json, the reader's version to stdout.
-
-    With ``--json -`` stdout holds JSON alone, and the reader's version goes to stderr.
-    """
-
-    def __init__(self, json_file: str | None):
-        self.json_file = json_file
-        if json_file not in (None, "-"):
-            if not Path(str(json_file)).name:
-                raise UsageError(f"--json '{json_file}': not a file name")
-            folder = Path(str(json_file)).absolute().parent
-            if not folder.is_dir():  # known now rather than after the work
-                raise UsageError(f"--json {json_file}: folder {folder} does not exist")
-            _probe(Path(str(json_file)))
-
-    def result(self, value: Any) -> None:
-        if self.json_file is None:
-            return
-        text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
-        if self.json_file == "-":
-            sys.stdout.write(text)
-        else:
-            _write(Path(self.json_file), text)
-
-    def console(self) -> "Console":
-        from compressor import tables
-
-        return tables.console(sys.stderr if self.json_file == "-" else sys.stdout)
-
-    def line(self, text: str) -> None:
-        print(text, file=sys.stderr if self.json_file == "-" else sys.stdout)
-
-
-def _probe(path: Path) -> None:
-    """Refuse a --json file that `_write` could not write."""
-    try:
-        if path.is_dir():
-            raise IsADirectoryError(errno.EISDIR, "is a folder")
-        if _is_special(path):  # opening a pipe would wait for its reader
-            if not os.access(path, os.W_OK):
-                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-            return
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}."):
-            pass
-    except OSError as error:
-        raise UsageError(f"--json {path}: cannot be written ({error.strerror}); choose another file") from None
-
-
-def _is_special(path: Path) -> bool:
-    return path.exists() and not path.is_file()
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a text file whole or not at all; a pipe or device is written to as it is."""
-    if _is_special(path):
-        path.write_text(text, encoding="utf-8")
-        return
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        with naming(temporary):
-            temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def main() -> None:

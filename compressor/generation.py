@@ -1,71 +1,145 @@
 """One answer from a bundle, for the command line."""
 
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from compressor.bundle import Bundle
-from compressor.decode import Law
+from compressor.decode import Adaptive, Law, Runner
+from compressor.decode.law import Grammar
+from compressor.decode.length import Length
+from compressor.detokenize import Detokenizer
 from compressor.errors import UsageError
 from compressor.text import is_unicode
+
+LARGEST_K = 64
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a bundle is run: the arguments of `Bundle.runner`."""
+
+    proposer: str = "ngram"
+    k: int | Length = 3
+    branching: tuple[int, ...] | None = None
+    rule: str = "exact"
+    kernel: str = "auto"
+
+    def runner(self, bundle: Bundle) -> Runner:
+        return bundle.runner(self.proposer, self.k, branching=self.branching, rule=self.rule, kernel=self.kernel)
+
+
+def length(text: str) -> int | Length:
+    """`--k`: a number from 1 to `LARGEST_K`, or `auto`. Raises UsageError."""
+    if text == "auto":
+        return Adaptive()
+    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= LARGEST_K:
+        raise UsageError(f"--k {text}: neither a number from 1 to {LARGEST_K} nor auto")
+    return int(text)
+
+
+def branching(text: str | None) -> tuple[int, ...] | None:
+    """`--branching`: positive numbers, as in 3,2,1. Raises UsageError."""
+    if text is None:
+        return None
+    parts = text.split(",")
+    if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
+        raise UsageError(f"--branching {text}: not a list of positive numbers, as in 3,2,1")
+    return tuple(int(part) for part in parts)
 
 
 def generate(
     path: Path,
     prompt: str,
+    settings: Settings,
+    sampling: dict[str, Any],
     *,
-    proposer: str,
-    k: int,
     max_new_tokens: int,
-    temperature: float,
-    top_k: int | None,
-    top_p: float,
-    seed: int,
-    raw: bool,
+    json_schema: Path | None = None,
+    regex: str | None = None,
+    seed: int = 0,
+    raw: bool = False,
+    write: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
-    """Continue `prompt` with the bundle at `path`; plain JSON values.
+    """Continue `prompt` with the bundle at `path`; plain JSON values. `write` gets the text as it grows.
 
     The prompt goes through the tokenizer's chat template as one user message, unless `raw` or there is none.
-    Keys: ``text``, ``token_ids``, ``prompt_tokens``, ``chat_template`` (whether it was used), ``cycles``,
-    ``accepted_per_position`` (one entry a cycle), ``tokens_per_cycle``, ``stop``, ``seconds``, ``tokens_per_second``.
+    `sampling` are the fields of `Law`; `json_schema` is a file.
+    Keys: ``text``, ``token_ids``, ``prompt_tokens``, ``chat_template`` (whether it was used), ``lossy`` (whether the
+    acceptance rule changes the law), ``cycles``, ``accepted_per_position`` (one entry a cycle), ``tokens_per_cycle``,
+    ``stop``, ``seconds``, ``tokens_per_second``.
     Raises CompressError for a bundle that cannot be read, UsageError for settings the runner refuses.
     """
-    law = Law(temperature=temperature, top_k=top_k, top_p=top_p)
+    Law(**sampling)  # refuses before anything is loaded
     bundle = Bundle.open(path)
     tokenizer = bundle.tokenizer()
-    if not is_unicode(prompt):
-        raise UsageError("--prompt: holds bytes that are not UTF-8")
-    chat = not raw and tokenizer.chat_template is not None
-    if chat:
-        messages = [{"role": "user", "content": prompt}]
-        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
-    else:
-        ids = tokenizer(prompt).input_ids
-    ids = cast(list[int], ids)
-    runner = bundle.runner(proposer=proposer, num_speculative_tokens=k)
+    ids, chat = _encode(tokenizer, prompt, raw)
+    runner = settings.runner(bundle)
+    law = Law(**sampling, grammar=_grammar(runner, tokenizer, json_schema, regex))
+    text, words = Detokenizer(tokenizer), []
     start = time.perf_counter()
-    output = runner.generate(ids, max_new_tokens=max_new_tokens, law=law, seed=seed)
+    for step in runner.stream(ids, max_new_tokens, law, seed):
+        fresh, output = step
+        words.append(text.add(fresh))
+        write(words[-1])
+    words.append(text.finish())
+    write(words[-1])
     seconds = time.perf_counter() - start
-    count = len(output.token_ids)
     return {
-        "text": tokenizer.decode(output.token_ids, skip_special_tokens=True),
+        "text": "".join(words),
         "token_ids": list(output.token_ids),
         "prompt_tokens": len(ids),
         "chat_template": chat,
+        "lossy": settings.rule != "exact",
         "cycles": output.cycles,
         "accepted_per_position": [list(entry) for entry in output.accepted_per_position],
         "tokens_per_cycle": (output.cycles + output.accepted) / output.cycles,
         "stop": output.stop,
         "seconds": seconds,
-        "tokens_per_second": count / seconds,
+        "tokens_per_second": len(output.token_ids) / seconds,
     }
+
+
+def _encode(tokenizer: Any, prompt: str, raw: bool) -> tuple[list[int], bool]:
+    """Token ids of the prompt, and whether the chat template made them."""
+    if not is_unicode(prompt):
+        raise UsageError("--prompt: holds bytes that are not UTF-8")
+    if raw or tokenizer.chat_template is None:
+        return tokenizer(prompt).input_ids, False
+    messages = [{"role": "user", "content": prompt}]
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+    return cast(list[int], ids), True
+
+
+def _grammar(runner: Runner, tokenizer: Any, json_schema: Path | None, regex: str | None) -> Grammar | None:
+    from compressor.decode import grammar
+
+    stops, size = runner.decoder.stops, runner.decoder.vocab_size
+    if json_schema is not None:
+        try:
+            schema = json_schema.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "not UTF-8"
+            raise UsageError(f"--json-schema {json_schema}: cannot be read ({reason})") from None
+        return grammar.json_schema(schema, tokenizer, size, stops)
+    return None if regex is None else grammar.regex(regex, tokenizer, size, stops)
 
 
 def statistics(answer: dict[str, Any]) -> str:
     """One line on how an answer was made."""
     count, cycles = len(answer["token_ids"]), answer["cycles"]
     template = "" if answer["chat_template"] else ", no chat template"
+    lossy = ", LOSSY acceptance" if answer["lossy"] else ""
     return (
-        f"[{count} tokens in {cycles} cycles, {answer['tokens_per_cycle']:.2f} a cycle, "
-        f"{answer['tokens_per_second']:.1f} tokens/s{template}]"
+        f"[{count} tokens in {cycles} cycles, {answer['tokens_per_cycle']:.2f} a cycle, accepted "
+        f"{acceptance(answer['accepted_per_position'])}, {answer['tokens_per_second']:.1f} tokens/s{template}{lossy}]"
     )
+
+
+def acceptance(cycles: list[list[int]]) -> str:
+    """Accepted per position among the cycles that drafted it, as in .62/.48/.30; none where nothing was drafted."""
+    depth = max(map(len, cycles), default=0)
+    drafted = [[entry[i] for entry in cycles if len(entry) > i] for i in range(depth)]
+    return "/".join(f"{sum(hits) / len(hits):.2f}".lstrip("0") for hits in drafted) or "none"

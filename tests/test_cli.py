@@ -17,7 +17,7 @@ from compressor import cli
 from compressor.errors import CompressError, UsageError
 
 REPOSITORY = Path(__file__).parents[1]
-COMMANDS = {"run", "plan", "schema", "inspect", "generate", "verify", "sign", "report", "doctor"}
+COMMANDS = {"run", "plan", "schema", "inspect", "generate", "serve", "verify", "sign", "report", "doctor"}
 DIGEST = "0" * 64
 
 
@@ -177,7 +177,7 @@ def test_later_commands_are_not_pretended():
         assert call(name, "bundle").exit_code == 2
 
 
-@pytest.mark.parametrize("arguments", [["plan"], ["r.yaml", "--bogus"], ["verify"], ["generate", "b", "--k", "0"], []])
+@pytest.mark.parametrize("arguments", [["plan"], ["r.yaml", "--bogus"], ["verify"], ["generate", "b", "--seed", "-1"], []])
 def test_bad_options_exit_2(arguments):
     result = call(*arguments)
     assert result.exit_code == 2
@@ -426,44 +426,63 @@ def test_report_writes_a_page_outside_the_bundle_only(bundle, monkeypatch):
     assert not (bundle / "report.html").exists()
 
 
-def test_generate_prints_the_text_and_how_it_was_made(bundle, monkeypatch):
+def test_generate_prints_the_text_as_it_grows_and_how_it_was_made(bundle, monkeypatch):
+    import tiny_models as tiny
+
     from compressor.bundle import Bundle
+    from compressor.decode import Output
 
-    class Tokenizer:
-        chat_template = "template"
-
-        def __call__(self, text):
-            return SimpleNamespace(input_ids=[1, 2])
-
-        def apply_chat_template(self, messages, **options):
-            assert messages == [{"role": "user", "content": "Hello"}]
-            return [1, 2, 3]
-
-        def decode(self, ids, skip_special_tokens):
-            return f"[tokens] {ids}"
+    tokenizer = tiny.tokenizer()
+    words = tokenizer("né").input_ids
 
     class Runner:
-        def generate(self, ids, *, max_new_tokens, law, seed):
-            assert (max_new_tokens, law.temperature, law.top_k, law.top_p, seed) == (4, 0.5, 9, 0.9, 7)
-            accepted = [(), (1, 0)]
-            return SimpleNamespace(
-                token_ids=[5] * len(ids), cycles=2, accepted=1, accepted_per_position=accepted, stop="eos"
-            )
+        def stream(self, ids, max_new_tokens, law, seed):
+            assert (max_new_tokens, seed, law.temperature, law.top_k) == (4, 7, 0.5, 9)
+            assert (law.top_p, law.min_p, law.repetition_penalty) == (0.9, 0.1, 1.2)
+            Runner.prompt = tokenizer.decode(ids)
+            yield words[:1], Output()
+            yield words[1:], Output(words, accepted_per_position=[(), (1, 0)], stop="eos")
 
-    def runner(self, proposer, num_speculative_tokens):
-        assert (proposer, num_speculative_tokens) == ("ngram", 2)
+    def runner(self, proposer, k, *, branching, rule, kernel):
+        assert (proposer, k, branching, rule, kernel) == ("mtp", 2, (3, 1), "typical", "dequantized")
         return Runner()
 
-    monkeypatch.setattr(Bundle, "tokenizer", lambda self: Tokenizer())
+    monkeypatch.setattr("compressor.generation._grammar", lambda *arguments: None)
+    monkeypatch.setattr(Bundle, "tokenizer", lambda self: tokenizer)
     monkeypatch.setattr(Bundle, "runner", runner)
-    law = ["--temperature", "0.5", "--top-k", "9", "--top-p", "0.9", "--seed", "7"]
-    words = ["generate", "bundle", "--prompt", "Hello", "--k", "2", "--max-new-tokens", "4", *law]
-    result = call(*words)
-    assert (result.exit_code, result.stdout) == (0, "[tokens] [5, 5, 5]\n")
-    assert "3 tokens in 2 cycles, 1.50 a cycle" in result.stderr
-    answer = json.loads(call(*words, "--raw", "--json", "-").stdout)
-    assert (answer["prompt_tokens"], answer["chat_template"]) == (2, False)
-    assert answer["accepted_per_position"] == [[], [1, 0]]
+    law = "--temperature 0.5 --top-k 9 --top-p 0.9 --min-p 0.1 --repetition-penalty 1.2 --seed 7".split()
+    how = "--proposer mtp --k 2 --branching 3,1 --rule typical --kernel dequantized".split()
+    words_ = ["generate", "bundle", "--prompt", "Hello", "--max-new-tokens", "4", *law, *how]
+    result = call(*words_)
+    assert (result.exit_code, result.stdout) == (0, "né\n"), result.output
+    assert Runner.prompt == "<s>user\nHello</s>\n<s>assistant\n"
+    assert "3 tokens in 2 cycles, 1.50 a cycle, accepted 1.00/.00" in result.stderr
+    assert "LOSSY acceptance" in result.stderr
+    answer = json.loads(call(*words_, "--raw", "--json", "-").stdout)
+    assert (answer["prompt_tokens"], answer["chat_template"], answer["lossy"]) == (5, False, True)
+    assert answer["accepted_per_position"] == [[], [1, 0]] and answer["text"] == "né"
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "says"),
+    [
+        ("--k", "0", "neither a number from 1 to 64 nor auto"),
+        ("--k", "many", "neither a number from 1 to 64 nor auto"),
+        ("--branching", "3,0", "not a list of positive numbers"),
+        ("--branching", "3,2", "drafts one chain, no tree"),
+        ("--proposer", "eagle9", "proposer 'eagle9' is unknown"),
+        ("--proposer", "draft", "name the draft model's folder"),
+        ("--proposer", "draft:nowhere", "nowhere holds no config.json"),
+        ("--proposer", "eagle3", "holds no config.json"),
+        ("--proposer", "ngram:x", "takes no folder"),
+        ("--min-p", "2", "min_p: 2.0 is not a number in [0, 1]"),
+    ],
+)
+def test_generate_refuses_before_anything_is_loaded(bundle, monkeypatch, option, value, says):
+    monkeypatch.setattr("compressor.decode.engine.load", None)
+    monkeypatch.setattr("compressor.bundle.Bundle.tokenizer", lambda self: __import__("tiny_models").tokenizer())
+    result = call("generate", "bundle", "--prompt", "x", option, value)
+    assert result.exit_code == 2 and says in " ".join(result.stderr.split()), result.output
 
 
 def test_generate_refuses_a_law_outside_its_range(bundle):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from compressor import activations, cli, record
+from compressor import activations, cli_output, record
 from compressor.bundle import signing
 from compressor.checkpoint import writer
 from compressor.errors import naming
@@ -79,7 +79,7 @@ def test_the_small_files_of_a_bundle(tmp_path, name):
 
 def test_a_result_of_the_command_line(tmp_path):
     path = full(tmp_path / "out.json.tmp")
-    expect_named(path, lambda: cli._write(tmp_path / "out.json", "{}"))
+    expect_named(path, lambda: cli_output.write(tmp_path / "out.json", "{}"))
 
 
 def test_a_key_pair(tmp_path, monkeypatch):

@@ -69,18 +69,24 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return fast
 
 
+def random_model(kind: str = "llama", *, std: float = 0.12, dtype=torch.float32, seed: int = 0, **config):
+    """A random model of `kind`, its weights larger than transformers' initial 0.02, so that logits differ from
+    uniform."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(CONFIGS[kind](**config), dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        if "norm" not in name:
+            torch.nn.init.normal_(parameter, std=std)
+        elif "gemma" not in kind:
+            torch.nn.init.uniform_(parameter, 0.6, 1.4)
+    return model.to(dtype).eval().requires_grad_(False)
+
+
 def save(
     folder: Path, kind: str = "llama", *, dtype=torch.bfloat16, seed: int = 0, shard: str = "60KB", **config
 ) -> Path:
     """Write a random model of `kind` with several shards and a tokenizer into `folder`."""
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(CONFIGS[kind](**config), dtype=torch.float32)
-    for name, parameter in model.named_parameters():
-        if "norm" not in name:  # larger than transformers' initial 0.02, so that logits differ from uniform
-            torch.nn.init.normal_(parameter, std=0.12)
-        elif "gemma" not in kind:
-            torch.nn.init.uniform_(parameter, 0.6, 1.4)
-    model.to(dtype).save_pretrained(folder, max_shard_size=shard)
+    random_model(kind, dtype=dtype, seed=seed, **config).save_pretrained(folder, max_shard_size=shard)
     tokenizer().save_pretrained(folder)
     return Path(folder)
 

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from compressor.bundle import card, report, signing
 from compressor.bundle.passport import FILE_NAME, Passport
 from compressor.bundle.verify import verify
-from compressor.errors import CompressError, UsageError, naming
+from compressor.errors import CompressError, naming
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from compressor.decode.length import Length
     from compressor.decode.runner import Runner
 
 REPORT, CARD = "report.html", "README.md"
-PROPOSERS = ("ngram", "none")
 WINDOW = ("prompt_lookup_min", "prompt_lookup_max")
 
 
@@ -48,32 +49,38 @@ class Bundle:
         return load_tokenizer(self.path)
 
     def runner(
-        self, proposer: str | None = "ngram", num_speculative_tokens: int = 3, *, kernel: str = "auto"
+        self,
+        proposer: str | None = "ngram",
+        num_speculative_tokens: int | Length = 3,
+        *,
+        kernel: str = "auto",
+        branching: Sequence[int] | None = None,
+        rule: str = "exact",
     ) -> Runner:
         """The quantized target, loaded from its packed weights, behind the exact speculative runner.
 
         Args:
-            proposer: `ngram` (prompt lookup, with the window of the passport), or `none`.
-            num_speculative_tokens: tokens proposed a cycle.
+            proposer: `ngram` (with the passport's window), `suffix`, `mtp`,
+                `draft:FOLDER`, `medusa:FOLDER`, `eagle3:FOLDER`, or `none`.
+            num_speculative_tokens: tokens proposed a cycle, or a `compressor.decode.Adaptive` that decides.
             kernel: `auto`, or `dequantized` for plain matrices.
+            branching: children a node, one number a level, for proposers that draft trees.
+            rule: `exact`, or `typical` for Medusa's LOSSY acceptance.
         """
         from compressor.decode import engine
         from compressor.decode.runner import Runner
-        from compressor.proposers.ngram import NgramProposer
+        from compressor.proposers import load
 
-        proposer = proposer or "none"
-        if proposer not in PROPOSERS:
-            raise UsageError(f"proposer '{proposer}' is unknown; one of {', '.join(PROPOSERS)}")
+        choice = load.parse(proposer or "none", self.path, branching)
         try:
             dtype = self.passport.target.torch_dtype()
         except CompressError as error:
             raise CompressError(f"{self.path / FILE_NAME}: {error}") from None
-        model = engine.load(self.path, dtype=dtype, kernel=kernel)
-        if proposer == "none":
-            return Runner(model)
-        recorded = self.passport.proposer.settings if self.passport.proposer.kind == "ngram" else {}
-        window = {key: size for key in WINDOW if isinstance(size := recorded.get(key), int)}
-        return Runner(model, NgramProposer(**window), num_speculative_tokens=num_speculative_tokens)
+        decoder = engine.decoder(self.path, dtype=dtype, kernel=kernel)
+        recorded = self.passport.proposer
+        settings = {key: recorded.settings[key] for key in WINDOW if isinstance(recorded.settings.get(key), int)}
+        built = load.build(choice, decoder, self.path, settings if choice.kind == recorded.kind == "ngram" else None)
+        return Runner(decoder, built, num_speculative_tokens, rule)
 
 
 def finish(staging: str | os.PathLike, passport: Passport, private_key: str | os.PathLike) -> None:

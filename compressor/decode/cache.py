@@ -1,79 +1,73 @@
-"""A transformers KV cache that can forget its last tokens exactly, on every attention layer."""
+"""Keys and values of one text, in buffers made once, that can forget or rearrange their last tokens exactly."""
+
+from collections.abc import Sequence
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin
-
-INITIAL_CAPACITY = 256
 
 
-class KVLayer(CacheLayerMixin):
-    """Keys and values of one layer in buffers [batch, heads, capacity, head_dim] that grow by doubling.
+class SequenceCache:
+    """`keys` and `values` [layers, kv_heads, capacity, head_dim]; the first `length` positions are valid.
 
-    `update` writes behind the valid part and returns views of it, so a decode step copies only its own tokens.
-    Sliding-window layers use this same class and keep every token: the attention mask, built by transformers from
-    `get_mask_sizes`, hides what lies outside the window. A layer that dropped old tokens (as transformers' own sliding
-    layers do) could not bring them back when a rejected token moves the window backwards.
+    One allocation a text, at its full capacity (untouched pages cost no memory), freed with the object. A model's pass
+    writes behind `length` with `write` and then decides with `keep` or `rollback` what stays. Sliding-window layers
+    keep every token too: the window is a matter of the attention mask. A layer that dropped old tokens could not bring
+    them back when a rejected token moves the window backwards.
     """
 
-    keys: torch.Tensor  # type: ignore[assignment]
-    values: torch.Tensor  # type: ignore[assignment]
-
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        capacity: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        shape = (layers, kv_heads, capacity, head_dim)
+        self.keys = torch.empty(shape, dtype=dtype, device=device)
+        self.values = torch.empty(shape, dtype=dtype, device=device)
         self.length = 0
+        self.written = 0  # positions written so far, committed or not
 
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        self.keys = key_states.new_empty((*key_states.shape[:2], 0, key_states.shape[-1]))
-        self.values = value_states.new_empty((*value_states.shape[:2], 0, value_states.shape[-1]))
-        self.is_initialized = True
+    @property
+    def capacity(self) -> int:
+        return self.keys.shape[2]
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
-        """Append [batch, heads, n, head_dim] states; returns views [batch, heads, length, head_dim] of all of them."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        end = self.length + key_states.shape[-2]
-        if end > self.keys.shape[-2]:
-            capacity = max(end, 2 * self.keys.shape[-2], INITIAL_CAPACITY)
-            self.keys = self._grown(self.keys, capacity)
-            self.values = self._grown(self.values, capacity)
-        self.keys[:, :, self.length : end] = key_states
-        self.values[:, :, self.length : end] = value_states
-        self.length = end
-        return self.keys[:, :, :end], self.values[:, :, :end]
+    @property
+    def nbytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes
 
-    def _grown(self, buffer: torch.Tensor, capacity: int) -> torch.Tensor:
-        grown = buffer.new_empty((*buffer.shape[:2], capacity, buffer.shape[-1]))
-        grown[:, :, : self.length] = buffer[:, :, : self.length]
-        return grown
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Put [kv_heads, n, head_dim] states behind the valid part of `layer`; returns views [kv_heads, length + n,
+        head_dim] of all of them. Raises ValueError beyond the capacity."""
+        end = self.length + keys.shape[1]
+        if end > self.capacity:
+            raise ValueError(f"the cache holds {self.capacity} positions, and {end} are asked for")
+        self.keys[layer, :, self.length : end] = keys
+        self.values[layer, :, self.length : end] = values
+        self.written = end
+        return self.keys[layer, :, :end], self.values[layer, :, :end]
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.length + query_length, 0
-
-    def get_seq_length(self) -> int:
-        return self.length
-
-    def get_max_length(self) -> int:
-        return -1  # transformers' value for "no maximum"
-
-    def reset(self) -> None:
-        self.length = 0
-
-
-class KVCache(Cache):
-    """One `KVLayer` per attention layer, made as the model first reaches it. Pass as `model(..., cache=KVCache())`."""
-
-    layers: list[KVLayer]  # type: ignore[assignment]
-
-    def __init__(self) -> None:
-        super().__init__(layer_class_to_replicate=KVLayer)
+    def keep(self, prefix: int, extra: Sequence[int] = ()) -> None:
+        """After a pass over n new tokens: commit the first `prefix` of them and then those with the indices `extra`
+        (among the n, ascending), moved to lie behind; the others are forgotten. Raises ValueError for tokens that were
+        not written."""
+        new = self.written - self.length
+        if not 0 <= prefix <= new or any(not prefix <= index < new for index in extra):
+            raise ValueError(f"cannot keep {prefix} tokens and {list(extra)}: {new} were written")
+        end = self.length + prefix
+        if list(extra) != list(range(prefix, prefix + len(extra))):
+            source = torch.tensor(extra, device=self.keys.device) + self.length
+            for buffer in (self.keys, self.values):
+                buffer[:, :, end : end + len(extra)] = buffer[:, :, source]  # the right side is a copy
+        self.length = self.written = end + len(extra)
 
     def rollback(self, length: int) -> None:
-        """Forget every token from position `length` on. O(1): later updates overwrite what lies behind.
+        """Forget every token from position `length` on. O(1): later writes overwrite what lies behind.
 
         Raises ValueError if the cache does not hold that many tokens.
         """
-        held = self.get_seq_length()
-        if not 0 <= length <= held:
-            raise ValueError(f"cannot roll back to {length} tokens: the cache holds {held}")
-        for layer in self.layers:
-            layer.length = length
+        if not 0 <= length <= self.length:
+            raise ValueError(f"cannot roll back to {length} tokens: the cache holds {self.length}")
+        self.length = self.written = length

@@ -10,6 +10,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from compressor.checkpoint.config import GENERATION_CONFIG, read_json_object
 from compressor.checkpoint.inventory import Inventory
 from compressor.checkpoint.weights import Weights
+from compressor.decode.decoder import Decoder
 from compressor.errors import CompressError, UsageError, brief
 from compressor.kernels.linear import KERNELS, PackedLinear
 from compressor.models import skeleton
@@ -44,6 +45,11 @@ def load(folder: str | Path, *, dtype: torch.dtype = torch.bfloat16, kernel: str
     if (folder / GENERATION_CONFIG).is_file():
         model.generation_config = _generation_config(folder)
     return model.eval().requires_grad_(False)
+
+
+def decoder(folder: str | Path, *, dtype: torch.dtype = torch.bfloat16, kernel: str = "auto") -> Decoder:
+    """`load` and the runner's `Decoder` in one, the weights laid out for this machine. Arguments and errors as they."""
+    return Decoder(load(folder, dtype=dtype, kernel=kernel), pack=True)
 
 
 def _generation_config(folder: Path) -> GenerationConfig:

@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-import torch
-
 from compressor.errors import UsageError
-from compressor.proposers.base import Proposal
-
-if TYPE_CHECKING:
-    from compressor.decode.law import Law
+from compressor.proposers.base import NOTHING, Context, Draft
 
 
 class NgramProposer:
@@ -20,9 +13,10 @@ class NgramProposer:
     earlier (an occurrence may overlap the suffix); of several occurrences the earliest. The tokens after it are
     proposed: up to k, fewer where the history ends first. (vllm/v1/spec_decode/ngram_proposer.py, 0.32.)
 
-    Every n-gram's first continuation is kept in a table, so a new token costs a few insertions instead of a scan of the
-    history. Raises UsageError unless 1 ≤ prompt_lookup_min ≤ prompt_lookup_max.
+    Raises UsageError unless 1 ≤ prompt_lookup_min ≤ prompt_lookup_max.
     """
+
+    features: tuple[int, ...] = ()
 
     def __init__(self, prompt_lookup_min: int = 1, prompt_lookup_max: int = 4) -> None:
         if not 1 <= prompt_lookup_min <= prompt_lookup_max:
@@ -31,27 +25,31 @@ class NgramProposer:
                 "need 1 ≤ prompt_lookup_min ≤ prompt_lookup_max"
             )
         self.sizes = range(prompt_lookup_min, prompt_lookup_max + 1)
-        self._indexed: list[int] = []
+
+    def session(self) -> NgramSession:
+        return NgramSession(self.sizes)
+
+
+class NgramSession:
+    """One text's n-grams of the lengths `sizes`, each with its first continuation: a new token costs a few insertions
+    instead of a scan of the history."""
+
+    def __init__(self, sizes: range) -> None:
+        self._sizes = sizes
+        self._indexed = 0  # positions of the history that are in the table
         self._continuation: dict[tuple[int, ...], int] = {}  # n-gram → position after its first occurrence
 
-    def propose(
-        self, history: list[int], k: int, law: Law | None = None, generator: torch.Generator | None = None
-    ) -> Proposal:
-        """Up to `k` tokens after `history`, q None: the choice is deterministic, whatever the law."""
-        self._index(history)
-        for size in reversed(self.sizes):
-            start = self._continuation.get(tuple(history[-size:])) if size <= len(history) else None
-            if start is not None:
-                return Proposal(tuple(history[start : start + k]))
-        return Proposal(())
-
-    def _index(self, history: list[int]) -> None:
-        """Bring the table in line with `history`: extend it, or start over where `history` is another text."""
-        if history[: len(self._indexed)] != self._indexed:
-            self._indexed, self._continuation = [], {}
-        for end in range(len(self._indexed), len(history)):
-            # The n-grams that end before position `end` have a continuation from now on.
-            for size in self.sizes:
+    def propose(self, context: Context) -> Draft:
+        """A chain of up to `context.k` tokens, q None: the choice is deterministic, whatever the law."""
+        history = context.history
+        # An n-gram enters the table together with its continuation: the one that ends the history is not in it yet.
+        for end in range(self._indexed, len(history)):
+            for size in self._sizes:
                 if size <= end:
                     self._continuation.setdefault(tuple(history[end - size : end]), end)
-        self._indexed += history[len(self._indexed) :]
+        self._indexed = len(history)
+        for size in reversed(self._sizes):
+            start = self._continuation.get(tuple(history[-size:])) if size <= len(history) else None
+            if start is not None:
+                return Draft(tuple(history[start : start + context.k]))
+        return NOTHING

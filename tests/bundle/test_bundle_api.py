@@ -67,7 +67,7 @@ def test_the_runner_looks_up_with_the_recorded_window(built, lie, tmp_path):
 
 
 def test_an_unknown_proposer_is_refused_before_anything_is_loaded(built):
-    with pytest.raises(UsageError, match="proposer 'eagle9' is unknown; one of ngram, none"):
+    with pytest.raises(UsageError, match="proposer 'eagle9' is unknown; one of none, ngram, suffix, mtp"):
         Bundle.open(built()).runner(proposer="eagle9")
 
 

@@ -1,25 +1,38 @@
 import pytest
 import torch
-from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from compressor.decode import Law
+from compressor.decode.law import LawState
 from compressor.decode.sampling import ProbabilityError, draw
 from compressor.errors import UsageError
 
 
-def warped(law: Law, logits: torch.Tensor) -> torch.Tensor:
+def warped(law: Law, logits: torch.Tensor, text: list[int] | None = None) -> torch.Tensor:
     """The law by transformers' own processors, in the order `generate` applies them."""
     scores = logits.double()
+    if law.repetition_penalty != 1:
+        ids = torch.tensor([text] * len(scores))
+        scores = RepetitionPenaltyLogitsProcessor(law.repetition_penalty)(ids, scores)
     if law.temperature != 1:
         scores = TemperatureLogitsWarper(law.temperature)(None, scores)
     if law.top_k is not None:
         scores = TopKLogitsWarper(law.top_k)(None, scores)
     if law.top_p < 1:
         scores = TopPLogitsWarper(law.top_p)(None, scores)
+    if law.min_p > 0:
+        scores = MinPLogitsWarper(law.min_p)(None, scores)
     return scores.softmax(-1)
 
 
 LAWS = [Law(t, k, p) for t in (0.3, 1.0, 1.7) for k in (None, 1, 5, 10_000) for p in (0.05, 0.5, 0.9, 1.0)]
+LAWS += [Law(t, 9, p, m) for t in (0.6, 1.4) for p in (0.7, 1.0) for m in (0.02, 0.3, 1.0)]
 
 
 @pytest.mark.parametrize("ties", [False, True])
@@ -39,6 +52,41 @@ def test_order_of_the_filters_matters():
         None, TopPLogitsWarper(0.6)(None, TemperatureLogitsWarper(2.0)(None, logits.double()))
     )
     assert not torch.equal(law.probs(logits) > 0, swapped.softmax(-1) > 0)
+
+
+@pytest.mark.parametrize("penalty", [0.7, 1.3, 5.0])
+def test_a_repetition_penalty_is_that_of_transformers_over_prompt_text_and_path(penalty):
+    logits = torch.randn(1, 60, generator=torch.Generator().manual_seed(1)) * 3
+    law = Law(temperature=0.9, repetition_penalty=penalty)
+    state = LawState(law, 60)
+    state.begin([3, 4, 4])
+    state.commit([50])
+    assert torch.equal(state.probs(logits[0], [7, 50]), warped(law, logits, [3, 4, 4, 50, 7, 50])[0])
+    assert torch.equal(state.probs(logits[0]), warped(law, logits, [3, 4, 4, 50])[0])  # the path was not committed
+    assert not torch.equal(state.probs(logits[0], [7]), warped(law, logits, [3, 4, 4])[0])
+    assert state.best(logits[0], [7]) == warped(law, logits, [3, 4, 50, 7])[0].argmax()
+
+
+def test_a_law_that_reads_the_text_is_not_applied_without_it():
+    with pytest.raises(ProbabilityError, match="needs the tokens of the text"):
+        Law(repetition_penalty=1.2).probs(torch.zeros(5))
+    with pytest.raises(ProbabilityError, match="needs the grammar's state"):
+        Law(grammar=object()).probs(torch.zeros(5))
+
+
+def test_a_text_ends_at_its_stops():
+    state = LawState(Law(), 10, stops=[4])
+    assert state.ends([1, 4]) and not state.ends([4, 1]) and not state.ends([])
+
+
+def test_work_per_call_does_not_grow_with_the_text():
+    """The seen tokens are one mask that is written, never rebuilt: its storage stays where it is."""
+    state = LawState(Law(repetition_penalty=1.1), 100)
+    state.begin(range(50))
+    pointer = state.masks(())["seen"].data_ptr()
+    for token in range(50, 100):
+        state.commit([token])
+    assert state.masks(())["seen"].data_ptr() == pointer and state.masks(())["seen"].all()
 
 
 def test_top_k_keeps_every_token_tied_with_the_last():
@@ -75,6 +123,10 @@ def test_unusable_logits_are_refused(bad, law):
         {"top_k": True},
         {"top_p": 0.0},
         {"top_p": 1.01},
+        {"min_p": -0.1},
+        {"min_p": 1.5},
+        {"repetition_penalty": 0},
+        {"repetition_penalty": float("inf")},
     ],
 )
 def test_fields_outside_their_range_are_refused_by_name(fields):

@@ -8,6 +8,7 @@ import torch
 from compressor.decode import rejection
 from compressor.decode.rejection import accept_or_correct
 from compressor.errors import CompressError
+from compressor.proposers.base import Draft
 
 P = torch.tensor([0.40, 0.30, 0.15, 0.10, 0.05], dtype=torch.float64)
 Q = torch.tensor([0.25, 0.35, 0.20, 0.10, 0.10], dtype=torch.float64)
@@ -73,12 +74,17 @@ def test_a_zero_draw_does_not_accept_what_the_target_excludes():
         assert accept_or_correct(p, None, [0], generator()) == (0, 1)
 
 
-@pytest.mark.parametrize("uniform", [0.0, 0.3, 0.999, 1 - 2.0**-53])
-def test_a_deterministic_proposer_equals_a_one_hot_law(uniform):
-    p = rows(P, P.flip(0), P)
-    one_hot = torch.nn.functional.one_hot(torch.tensor([1, 3]), 5).double()
-    with patch.object(torch, "rand", return_value=torch.tensor(uniform, dtype=torch.float64)):
-        assert accept_or_correct(p, None, [1, 3], generator()) == accept_or_correct(p, one_hot, [1, 3], generator())
+def test_a_deterministic_proposal_is_accepted_with_the_probability_of_the_token():
+    p, grid = rows(P, P.flip(0)), torch.arange(0.0005, 1, 0.001, dtype=torch.float64)
+    outcomes = []
+    for uniform in grid:
+        with patch.object(torch, "rand", return_value=uniform):
+            outcomes.append(accept_or_correct(p, None, [1], generator()))
+    assert sum(count for count, _ in outcomes) / len(grid) == pytest.approx(float(P[1]), abs=2e-3)
+    corrections = torch.tensor([token for count, token in outcomes if not count]).bincount(minlength=5) / len(grid)
+    without = P.clone()
+    without[1] = 0
+    torch.testing.assert_close(corrections.double(), without, atol=2e-3, rtol=0)
 
 
 def test_a_residual_without_the_proposal_never_repeats_it():
@@ -120,3 +126,44 @@ def test_malformed_input_is_refused_not_repaired(p, q, proposals, says):
     with pytest.raises(ValueError, match=says) as caught:
         accept_or_correct(p, q, proposals, generator())
     assert isinstance(caught.value, CompressError | rejection.ProbabilityError)
+
+
+# A tree below the root: 0 and 1 are siblings, 2 follows 1, 3 follows 2.
+TREE = Draft((0, 3, 1, 2), (-1, -1, 1, 2))
+
+
+def test_the_target_is_followed_down_a_tree():
+    tokens = {-1: 3, 1: 1, 2: 4}
+    assert rejection.follow(TREE, tokens.__getitem__) == ([1, 2], 4)
+    assert rejection.follow(TREE, {-1: 2}.__getitem__) == ([], 2)
+    assert rejection.follow(TREE, {-1: 0, 0: None}.__getitem__) == ([0], None)  # nothing can follow token 0
+
+
+def test_laws_are_asked_for_along_the_accepted_path_alone():
+    asked = []
+
+    def law_at(node):
+        asked.append(node)
+        return rows([0, 0, 0, 1, 0])[0] if node == -1 else rows([0, 0, 0, 0, 1])[0]
+
+    assert rejection.verify(TREE, law_at, generator()) == ([1], 4)
+    assert asked == [-1, 1]
+
+
+def entropy(p):
+    return -(p[p > 0] * p[p > 0].log()).sum().item()
+
+
+def test_typical_acceptance_takes_the_deepest_node_above_the_threshold():
+    threshold = min(0.09, 0.3 * torch.tensor(-entropy(P)).exp().item())
+    assert P[4] < threshold < P[1]
+    laws = {-1: P, 0: P, 1: P, 2: P, 3: P}
+    path, token = rejection.typical(TREE, laws.__getitem__, generator())
+    assert path == [1, 2, 3] and 0 <= token < 5  # tokens 3, 1 and 2 are all above it
+    laws[1] = rows([0.98, 0.005, 0.005, 0.005, 0.005])[0]  # token 1 is now far below, and what follows it is lost
+    assert rejection.typical(TREE, laws.__getitem__, generator())[0] == [0]
+
+
+def test_typical_acceptance_with_nothing_typical_is_plain_sampling():
+    p = rows([0, 1.0, 0, 0, 0])[0]
+    assert rejection.typical(TREE, lambda node: p, generator()) == ([], 1)

@@ -1,48 +1,43 @@
 import pytest
 import tiny_models as tiny
 import torch
-from transformers import AutoModelForCausalLM
 
 from compressor.decode import Law, Runner
 from compressor.errors import CompressError, UsageError
-from compressor.proposers.base import Proposal
+from compressor.proposers.base import Draft
 from compressor.proposers.ngram import NgramProposer
 
 GREEDY = Law(temperature=0.0)
 PROMPT = [*range(3, 30), 5, 6, 7]
 
 
-def tiny_model(kind: str = "llama"):
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(tiny.CONFIGS[kind](), dtype=torch.float32).eval()
-    for name, parameter in model.named_parameters():
-        if "norm" not in name:
-            torch.nn.init.normal_(parameter, std=0.12)
-    return model
-
-
 @pytest.fixture(scope="module")
 def model():
-    return tiny_model()
+    return tiny.random_model()
 
 
 class Oracle:
     """Proposes a text known beforehand, with a wrong token at the given positions of the new text."""
 
+    features = ()
+
     def __init__(self, text, wrong=()):
         self.text = [token if i not in wrong else 3 for i, token in enumerate(text)]
         self.asked: list[int] = []
 
-    def propose(self, history, k, law, generator):
-        self.asked.append(k)
-        done = len(history) - len(PROMPT)
-        return Proposal(tuple(self.text[done : done + k]))
+    def session(self):
+        return self
+
+    def propose(self, context):
+        self.asked.append(context.k)
+        done = len(context.history) - len(PROMPT)
+        return Draft(tuple(self.text[done : done + context.k]))
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "gemma3", "qwen3"])
 @pytest.mark.parametrize("k", [1, 3, 6])
 def test_greedy_speculation_gives_the_target_tokens(kind, k):
-    model = tiny_model(kind)
+    model = tiny.random_model(kind)
     alone = Runner(model).generate(PROMPT, 40, GREEDY, seed=0, eos_token_ids=())
     assisted = Runner(model, NgramProposer(), k).generate(PROMPT, 40, GREEDY, seed=0, eos_token_ids=())
     guided = Runner(model, Oracle(alone.token_ids, wrong={9, 10, 23}), k).generate(PROMPT, 40, GREEDY, 0, ())
@@ -104,8 +99,7 @@ def test_sampling_repeats_with_the_seed(model):
 
 
 def test_proposals_never_run_past_the_models_positions():
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(tiny.CONFIGS["llama"](max_position_embeddings=40), dtype=torch.float32)
+    model = tiny.random_model(max_position_embeddings=40)
     text = Runner(model).generate(PROMPT, 10, GREEDY, 0, ()).token_ids
     oracle = Oracle(text * 3)
     assert Runner(model, oracle, 6).generate(PROMPT, 10, GREEDY, 0, ()).token_ids == text
@@ -113,18 +107,27 @@ def test_proposals_never_run_past_the_models_positions():
 
 
 class Faulty:
-    def __init__(self, tokens, q=None):
-        self.proposal = Proposal(tuple(tokens), q)
+    features = ()
 
-    def propose(self, history, k, law, generator):
-        return self.proposal
+    def __init__(self, tokens, q=None, parents=None):
+        self.draft = Draft(tuple(tokens), parents, q)
+
+    def session(self):
+        return self
+
+    def propose(self, context):
+        return self.draft
 
 
 @pytest.mark.parametrize(
     ("proposer", "says"),
     [
-        (Faulty([3, 4, 5, 6]), "4 tokens where at most 3"),
-        (Faulty([tiny.VOCABULARY]), "outside the target's vocabulary"),
+        (Faulty([3, 4, 5, 6]), "4 tokens in a row where at most 3"),
+        (Faulty(range(3, 73), None, (-1,) * 70), "a tree of 70 nodes; at most 64"),
+        (Faulty([tiny.VOCABULARY]), "outside the vocabulary of 320"),
+        (Faulty([3, 4], None, (1, -1)), "node 0 does not come after its parent 1"),
+        (Faulty([3, 4, 3], None, (-1, 0, -1)), "token 3 is proposed twice after the same text"),
+        (Faulty([3, 4], None, (-1,)), "2 tokens and 1 parents"),
         (Faulty([3], torch.ones(1, 8) / 8), "q: expected shape"),
         (Faulty([3], torch.eye(tiny.VOCABULARY)[4:5]), "probability zero under q"),
     ],

@@ -4,8 +4,14 @@ import pytest
 import torch
 
 from compressor.decode import Law
+from compressor.decode.law import LawState
 from compressor.errors import UsageError
+from compressor.proposers.base import Context
 from compressor.proposers.ngram import NgramProposer
+
+
+def context(history: list[int], k: int) -> Context:
+    return Context(history, k, LawState(Law(0.7), 40), torch.Generator())
 
 
 def by_scanning(history: list[int], smallest: int, largest: int, k: int) -> list[int]:
@@ -26,12 +32,14 @@ def test_proposals_equal_a_scan_of_the_history_at_every_step(vocabulary):
         smallest = rng.randint(1, 3)
         largest, k = rng.randint(smallest, 5), rng.randint(1, 5)
         proposer = NgramProposer(smallest, largest)
+        session = proposer.session()
         history = [rng.randrange(vocabulary) for _ in range(rng.randint(1, 25))]
         for _ in range(10):
             expected = by_scanning(history, smallest, largest, k)
-            assert list(proposer.propose(history, k).tokens) == expected
+            assert list(session.propose(context(history, k)).tokens) == expected
+            assert list(proposer.session().propose(context(history, k)).tokens) == expected
             proposed += bool(expected)
-            history = history + [rng.randrange(vocabulary) for _ in range(rng.randint(1, 4))]
+            history += [rng.randrange(vocabulary) for _ in range(rng.randint(1, 4))]
     assert proposed > 50
 
 
@@ -48,7 +56,7 @@ def test_proposals_equal_a_scan_of_the_history_at_every_step(vocabulary):
     ],
 )
 def test_which_match_is_taken(history, window, tokens):
-    assert NgramProposer(*window).propose(history, 3).tokens == tokens
+    assert NgramProposer(*window).session().propose(context(history, 3)).tokens == tokens
 
 
 def test_the_latest_match_would_be_another_choice():
@@ -57,17 +65,50 @@ def test_the_latest_match_would_be_another_choice():
     assert by_scanning(history, 1, 2, 3) != history[6:9]
 
 
-def test_the_choice_is_deterministic_and_says_so():
-    proposal = NgramProposer().propose([1, 2, 1], 3, Law(0.7), torch.Generator())
-    assert proposal.q is None and proposal.tokens == (2, 1)
+def test_the_choice_is_a_deterministic_chain_and_says_so():
+    draft = NgramProposer().session().propose(context([1, 2, 1], 3))
+    assert draft.tokens == (2, 1) and draft.q is None and draft.is_chain
 
 
-def test_another_text_does_not_see_the_last_one():
+def test_the_proposer_asks_for_no_states_of_the_target():
+    assert NgramProposer().features == ()
+
+
+def test_another_session_does_not_see_the_text():
     proposer = NgramProposer()
-    assert proposer.propose([1, 2, 3, 1], 2).tokens == (2, 3)
-    assert proposer.propose([1, 2, 4, 1], 2).tokens == (2, 4)
-    assert proposer.propose([1], 2).tokens == ()
-    assert proposer.propose([9, 8, 9], 5).tokens == (8, 9)
+    first, second = proposer.session(), proposer.session()
+    assert first.propose(context([1, 2, 3, 1], 2)).tokens == (2, 3)
+    assert second.propose(context([1, 2, 4, 1], 2)).tokens == (2, 4)
+    assert first.propose(context([1, 2, 3, 1, 2], 2)).tokens == (3, 1)  # the first session goes on where it was
+
+
+class Reads(list):
+    """A history that counts its tokens as they are read, and can only be read by position."""
+
+    count = 0
+
+    def __getitem__(self, index):
+        found = super().__getitem__(index)
+        self.count += len(found) if isinstance(index, slice) else 1
+        return found
+
+    def _refuse(self, *_):
+        raise AssertionError("the whole history is read")
+
+    __iter__ = __eq__ = __contains__ = _refuse
+
+
+def test_a_call_reads_the_new_tokens_only():
+    rng = random.Random(0)
+    history, session = Reads(rng.randrange(30) for _ in range(50)), NgramProposer().session()
+    reads = []
+    for length in [50, 51, 5000, 5001]:
+        history.extend(rng.randrange(30) for _ in range(length - len(history)))
+        history.count = 0
+        session.propose(context(history, 3))
+        reads.append(history.count)
+    assert reads[0] > 150 and reads[2] > 10_000  # the count sees a text that is read for the first time
+    assert max(reads[1], reads[3]) <= 2 * (1 + 2 + 3 + 4) + 3  # the new n-grams, the suffixes, the draft
 
 
 @pytest.mark.parametrize("window", [(0, 3), (3, 2), (-1, -1)])
