@@ -26,6 +26,7 @@ from compressor.checkpoint.inventory import Inventory
 from compressor.checkpoint.tokenizer import load_tokenizer
 from compressor.checkpoint.weights import Weights
 from compressor.decode import engine
+from compressor.decode.decoder import Decoder
 from compressor.decode.law import Law
 from compressor.decode.runner import Runner
 from compressor.errors import CompressError, UsageError
@@ -36,7 +37,7 @@ from compressor.measure import acceptance, quality
 from compressor.models.skeleton import model_config
 from compressor.models.stream import BlockStream
 from compressor.preflight import check_source, probe_output, staging_folder
-from compressor.proposers.ngram import NgramProposer
+from compressor.proposers import load
 from compressor.recipe import Recipe
 from compressor.ui import UI
 
@@ -196,24 +197,26 @@ def baseline(state: Run) -> None:
         writer.save_atomic(state.job.path(EVALUATION), {"ids": rows.ids})
         entry["quality"] = {"name": rows.name, "digest": rows.digest}
     if recipe.proposer.kind != "none":
-        entry["acceptance"] = measure_acceptance(state, state.target, "baseline")
+        entry["acceptance"] = measure_acceptance(state, state.target, state.source.folder, "baseline")
     state.job.finish("baseline", entry)
 
 
-def measure_acceptance(state: Run, model: torch.nn.Module, target: str) -> dict:
-    """Acceptance of the recipe's proposer against `model` on the evaluation prompts."""
+def measure_acceptance(state: Run, model: torch.nn.Module, folder: Path, target: str) -> dict:
+    """Acceptance of the recipe's proposer against `model`, loaded from `folder`, on the evaluation prompts."""
     recipe = state.recipe
-    settings = recipe.measure.acceptance
-    k = recipe.proposer.num_speculative_tokens
-    proposer = NgramProposer(recipe.proposer.prompt_lookup_min, recipe.proposer.prompt_lookup_max)
+    settings, spec = recipe.measure.acceptance, recipe.proposer
+    decoder = Decoder(model)
+    choice = load.parse(spec.name, folder, spec.branching)
+    window = {"prompt_lookup_min": spec.prompt_lookup_min, "prompt_lookup_max": spec.prompt_lookup_max}
+    proposer = load.build(choice, decoder, folder, window if spec.kind == "ngram" else None)
     token_ids = evaluation_prompts.acceptance_prompts(state.tokenizer, settings.prompts)
     with state.ui.progress(f"acceptance, {target} target", len(token_ids)) as progress:
         return acceptance.measure(
-            Runner(model, proposer, num_speculative_tokens=k),
+            Runner(decoder, proposer, spec.num_speculative_tokens, spec.rule),
             token_ids,
             task="evaluation prompts",
             target=target,
-            k=k,
+            k=spec.num_speculative_tokens,
             max_new_tokens=settings.max_new_tokens,
             law=Law(settings.temperature, settings.top_k, settings.top_p),
             seed=recipe.run.seed,
@@ -389,5 +392,5 @@ def measure(state: Run, staging: Path) -> None:
     model = engine.load(staging, dtype=state.dtype)
     entry["kernels"] = record.kernels(model)
     if state.recipe.proposer.kind != "none":
-        entry["acceptance"] = measure_acceptance(state, model, "quantized")
+        entry["acceptance"] = measure_acceptance(state, model, staging, "quantized")
     state.job.finish("measure", entry)

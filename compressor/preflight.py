@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from compressor.errors import CompressError, UsageError, brief
 from compressor.evals import prompts as evaluation_prompts
 from compressor.models import skeleton
+from compressor.proposers import load
 from compressor.recipe import matches
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ def check_source(state: Run) -> None:
                 state.fmt.check(inventory.tensors[key].shape[1], key.removesuffix(".weight"))
     settings = state.recipe.measure.acceptance
     if state.recipe.proposer.kind != "none":
+        load.parse(state.recipe.proposer.name, state.source.folder, state.recipe.proposer.branching)
         prompts = evaluation_prompts.acceptance_prompts(state.tokenizer, settings.prompts)
         longest = max(map(len, prompts)) + settings.max_new_tokens
         if longest > state.config.max_position_embeddings:

@@ -163,17 +163,38 @@ class Calibration(Section):
 class Proposer(Section):
     """What drafts tokens when acceptance is measured."""
 
-    kind: Literal["ngram", "none"] = Field(default="ngram", description="ngram (prompt lookup), or none.")
-    num_speculative_tokens: int = Field(default=3, ge=1, description="Tokens drafted a cycle (k).")
-    prompt_lookup_min: int = Field(default=1, ge=1, description="Shortest n-gram looked up.")
-    prompt_lookup_max: int = Field(default=4, ge=1, description="Longest n-gram looked up.")
+    kind: Literal["ngram", "suffix", "draft", "medusa", "eagle3", "mtp", "none"] = Field(
+        default="ngram",
+        description="ngram (prompt lookup), suffix, draft (a smaller model), medusa or eagle3 (a head), mtp (the "
+        "source's own modules), or none.",
+    )
+    path: str | None = Field(default=None, min_length=1, description="draft, medusa, eagle3: the folder.")
+    num_speculative_tokens: int = Field(default=3, ge=1, description="Tokens drafted a cycle (k); levels of a tree.")
+    branching: list[Annotated[int, Field(ge=1)]] | None = Field(
+        default=None, min_length=1, description="draft, medusa, eagle3, mtp: children a node, one number a level."
+    )
+    rule: Literal["exact", "typical"] = Field(
+        default="exact", description="exact, or typical: Medusa's acceptance, which changes the law of the output."
+    )
+    prompt_lookup_min: int = Field(default=1, ge=1, description="ngram: shortest n-gram looked up.")
+    prompt_lookup_max: int = Field(default=4, ge=1, description="ngram: longest n-gram looked up.")
 
     @model_validator(mode="after")
-    def _window_is_ordered(self) -> Self:
+    def _settings_fit_the_kind(self) -> Self:
         if self.prompt_lookup_max < self.prompt_lookup_min:
             reason = f"must be at least prompt_lookup_min ({self.prompt_lookup_min})"
             raise _refuse("prompt_lookup_max", self.prompt_lookup_max, reason)
+        if (self.kind in ("draft", "medusa", "eagle3")) != (self.path is not None):
+            reason = f"kind {self.kind} " + ("needs it" if self.path is None else "does not use it; remove it")
+            raise _refuse("path", self.path, reason)
+        if self.branching is not None and self.kind in ("ngram", "suffix", "none"):
+            raise _refuse("branching", self.branching, f"kind {self.kind} drafts no tree; remove it")
         return self
+
+    @property
+    def name(self) -> str:
+        """As `--proposer` spells it."""
+        return self.kind if self.path is None else f"{self.kind}:{self.path}"
 
 
 class Quality(Section):

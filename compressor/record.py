@@ -25,6 +25,14 @@ if TYPE_CHECKING:
     from compressor.pipeline import Run
 
 
+RULES = {
+    "exact": "accept each candidate with min(1, p/q), correct from norm((p - q)+), bonus token; siblings of a tree "
+    "without replacement",
+    "typical": "LOSSY: Medusa's typical acceptance, p(x) > min(0.09, 0.3 exp(-H(p))), the deepest accepted path",
+}
+"""Acceptance rules (compressor.decode.rejection), in words."""
+
+
 def environment() -> dict:
     """What the bytes of a run depend on besides its recipe and source; a resumed run must have the same."""
     captured = machine.capture()
@@ -125,10 +133,7 @@ def passport(state: Run, folder: Path) -> Passport:
             "num_speculative_tokens": proposer.num_speculative_tokens if proposer.kind != "none" else 0,
             "settings": proposer.model_dump(mode="json", exclude={"kind", "num_speculative_tokens"}),
         },
-        verifier={
-            "rule": "linear chain: accept with min(1, p/q), correct from norm((p - q)+), bonus token",
-            "law": law,
-        },
+        verifier={"rule": RULES[proposer.rule], "lossy": proposer.rule != "exact", "law": law},
         workload={
             "prompts": recipe.measure.acceptance.prompts if proposer.kind != "none" else 0,
             "max_new_tokens": recipe.measure.acceptance.max_new_tokens,

@@ -177,7 +177,7 @@ def test_later_commands_are_not_pretended():
         assert call(name, "bundle").exit_code == 2
 
 
-@pytest.mark.parametrize("arguments", [["plan"], ["r.yaml", "--bogus"], ["verify"], ["generate", "b", "--seed", "-1"], []])
+@pytest.mark.parametrize("arguments", [["plan"], ["r.yaml", "--bogus"], ["verify"], ["generate", "b", "--k"], []])
 def test_bad_options_exit_2(arguments):
     result = call(*arguments)
     assert result.exit_code == 2
@@ -450,8 +450,9 @@ def test_generate_prints_the_text_as_it_grows_and_how_it_was_made(bundle, monkey
     monkeypatch.setattr("compressor.generation._grammar", lambda *arguments: None)
     monkeypatch.setattr(Bundle, "tokenizer", lambda self: tokenizer)
     monkeypatch.setattr(Bundle, "runner", runner)
-    law = "--temperature 0.5 --top-k 9 --top-p 0.9 --min-p 0.1 --repetition-penalty 1.2 --seed 7".split()
-    how = "--proposer mtp --k 2 --branching 3,1 --rule typical --kernel dequantized".split()
+    law = ["--temperature", "0.5", "--top-k", "9", "--top-p", "0.9", "--min-p", "0.1"]
+    law += ["--repetition-penalty", "1.2", "--seed", "7"]
+    how = ["--proposer", "mtp", "--k", "2", "--branching", "3,1", "--rule", "typical", "--kernel", "dequantized"]
     words_ = ["generate", "bundle", "--prompt", "Hello", "--max-new-tokens", "4", *law, *how]
     result = call(*words_)
     assert (result.exit_code, result.stdout) == (0, "né\n"), result.output

@@ -182,6 +182,8 @@ class Proposer(Record):
 class Verifier(Record):
     rule: str
     """The acceptance rule, in words."""
+    lossy: bool = False
+    """Whether the rule changes the law of the output: acceptance measured with it is not exact speculation's."""
     law: Law
 
 

@@ -70,11 +70,14 @@ def build(choice: Choice, decoder: Decoder, target: Path, settings: Mapping[str,
         from compressor.proposers.mtp import MtpProposer
 
         return MtpProposer.load(target, decoder, branching=choice.branching)
+    assert choice.folder is not None
     if choice.kind == "medusa":
-        from compressor.proposers.medusa import MedusaProposer as Head
-    else:
-        from compressor.proposers.eagle3 import Eagle3Proposer as Head  # type: ignore[assignment]
-    return Head.load(choice.folder, decoder, branching=choice.branching)
+        from compressor.proposers.medusa import MedusaProposer
+
+        return MedusaProposer.load(choice.folder, decoder, branching=choice.branching)
+    from compressor.proposers.eagle3 import Eagle3Proposer
+
+    return Eagle3Proposer.load(choice.folder, decoder, branching=choice.branching)
 
 
 def _draft_model(choice: Choice, decoder: Decoder, target: Path) -> Proposer:

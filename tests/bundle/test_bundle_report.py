@@ -179,3 +179,11 @@ class TestSummary:
     )
     def test_sizes_are_decimal(self, count, text):
         assert summary.size(count) == text
+
+
+@pytest.mark.parametrize("lossy", [True, False])
+def test_a_lossy_acceptance_rule_is_marked(fields, lossy):
+    fields["verifier"]["lossy"] = lossy
+    passport = Passport.model_validate(fields)
+    for text in (report.render(passport), card.render(passport, key="k")):
+        assert ("not have the target's law" in text.replace("&#39;", "'")) == lossy

@@ -1,0 +1,201 @@
+#!/usr/bin/env python3
+"""Tokens a second at batch 1: our runner beside transformers' generate and vLLM on the CPU, in alternating runs.
+
+    decode.py MODEL QUESTIONS.jsonl [--vllm-python PYTHON] [--rounds 5] [--out benchmarks/decode.json] [--name NAME]
+
+QUESTIONS.jsonl is Spec-Bench's (question_id, category, turns). Two sets of its prompts, through the chat template,
+greedy, to the end of the answer or --tokens: "short" for plain decoding, "copying" (summarization and extraction) for
+n-gram speculation. Every engine answers a set once a round, and the engines take turns, so that what the machine does
+besides meets all of them. Rates are tokens after the first by the time after the first; `total` includes the prompt.
+MODEL may be a checkpoint or a bundle; transformers is left out of a quantized one.
+"""
+
+import argparse
+import json
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
+
+from compressor.decode import Law, Runner, engine
+from compressor.proposers.ngram import NgramProposer
+
+GREEDY = Law(temperature=0.0)
+K = 5
+LOOKUP_MAX = 4
+LONGEST_PROMPT = 1024
+SHORT = ("writing", "qa", "humanities", "stem")
+COPYING = ("summarization", "extraction")
+
+Run = dict[str, float]
+Engine = Callable[[list[list[int]], int], list[Run]]
+
+
+def prompts(path: Path, tokenizer: Any, categories: tuple[str, ...], each: int) -> list[list[int]]:
+    """The first `each` questions of every category that fit, as token ids."""
+    found: dict[str, list[list[int]]] = {category: [] for category in categories}
+    for line in path.read_text().splitlines():
+        question = json.loads(line)
+        if len(found.get(question["category"], range(each))) < each:
+            messages = [{"role": "user", "content": question["turns"][0]}]
+            ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+            if len(ids) <= LONGEST_PROMPT:
+                found[question["category"]].append(ids)
+    return [ids for rows in found.values() for ids in rows]
+
+
+def ours(runner: Runner) -> Engine:
+    def run(rows: list[list[int]], tokens: int) -> list[Run]:
+        runs = []
+        for ids in rows:
+            start, first = time.perf_counter(), None
+            for step in runner.stream(ids, tokens, GREEDY, 0):
+                first, output = first or time.perf_counter(), step[1]
+            end = time.perf_counter()
+            runs.append(timing(len(output.token_ids), start, first or end, end))
+            runs[-1]["tokens_per_cycle"] = (output.cycles + output.accepted) / output.cycles
+        return runs
+
+    return run
+
+
+def timing(tokens: int, start: float, first: float, end: float) -> Run:
+    return {"tokens": tokens, "seconds": end - start, "decode_seconds": end - first}
+
+
+class FirstToken(BaseStreamer):
+    """Notes when the first new token came; the prompt is put first."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+
+def theirs(model: PreTrainedModel, **options: Any) -> Engine:
+    def run(rows: list[list[int]], tokens: int) -> list[Run]:
+        runs = []
+        for ids in rows:
+            streamer, start = FirstToken(), time.perf_counter()
+            output = model.generate(
+                torch.tensor([ids]), max_new_tokens=tokens, do_sample=False, streamer=streamer, **options
+            )
+            end = time.perf_counter()
+            runs.append(timing(output.shape[1] - len(ids), start, streamer.times[1], end))
+        return runs
+
+    return run
+
+
+def vllm(python: str, model: str, spec: dict | None) -> Engine:
+    command = [python, str(Path(__file__).with_name("vllm_worker.py")), model]
+    command += ["--spec", json.dumps(spec)] if spec else []
+    worker = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    assert worker.stdout is not None and worker.stdin is not None
+    if not worker.stdout.readline():
+        raise SystemExit(f"{' '.join(command)}: did not start")
+
+    def run(rows: list[list[int]], tokens: int) -> list[Run]:
+        print(json.dumps({"token_ids": rows, "max_new_tokens": tokens}), file=worker.stdin, flush=True)
+        return json.loads(worker.stdout.readline())  # type: ignore[union-attr]
+
+    return run
+
+
+def engines(args: argparse.Namespace) -> dict[str, Engine]:
+    decoder = engine.decoder(args.model, dtype=torch.bfloat16)
+    found = {
+        "ours": ours(Runner(decoder, None)),
+        "ours n-gram": ours(Runner(decoder, NgramProposer(1, LOOKUP_MAX), K)),
+    }
+    if "quantization_config" not in json.loads((Path(args.model) / "config.json").read_text()):
+        model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16).eval()
+        found["transformers"] = theirs(model)
+        found["transformers prompt lookup"] = theirs(model, prompt_lookup_num_tokens=K)
+    if args.vllm_python:
+        spec = {
+            "method": "ngram",
+            "num_speculative_tokens": K,
+            "prompt_lookup_min": 1,
+            "prompt_lookup_max": LOOKUP_MAX,
+        }
+        found["vllm"] = vllm(args.vllm_python, args.model, None)
+        found["vllm n-gram"] = vllm(args.vllm_python, args.model, spec)
+    return found
+
+
+def rates(runs: list[Run]) -> dict[str, float]:
+    """Tokens a second over one round of a set."""
+    decoded = sum(run["tokens"] - 1 for run in runs)
+    return {
+        "decode": decoded / sum(run["decode_seconds"] for run in runs),
+        "total": sum(run["tokens"] for run in runs) / sum(run["seconds"] for run in runs),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("questions", type=Path)
+    parser.add_argument("--vllm-python")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--name", default="model")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/decode.json"))
+    args = parser.parse_args()
+    torch.set_num_threads(2)
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    sets = {
+        "short": prompts(args.questions, tokenizer, SHORT, 1),
+        "copying": prompts(args.questions, tokenizer, COPYING, 3),
+    }
+    running = engines(args)
+    seen: dict[str, dict[str, list[dict[str, float]]]] = {name: {key: [] for key in running} for name in sets}
+    cycles: dict[str, dict[str, float]] = {name: {} for name in sets}
+    for round_number in range(-1, args.rounds):  # the first one warms up
+        for name, rows in sets.items():
+            for key, run in running.items():
+                runs = run(rows, args.tokens)
+                if "tokens_per_cycle" in runs[0]:
+                    cycles[name][key] = sum(run["tokens_per_cycle"] for run in runs) / len(runs)
+                if round_number >= 0:
+                    seen[name][key].append(rates(runs))
+                    print(round_number, name, key, {k: round(v, 1) for k, v in rates(runs).items()}, flush=True)
+    result = {
+        "threads": 2,
+        "k": K,
+        "tokens": args.tokens,
+        "rounds": args.rounds,
+        "prompts": {name: [len(ids) for ids in rows] for name, rows in sets.items()},
+        "tokens_per_cycle": {name: {k: round(v, 3) for k, v in rows.items()} for name, rows in cycles.items()},
+        "tokens_per_second": {
+            name: {
+                key: {kind: round(median(entry[kind] for entry in rows), 1) for kind in ("decode", "total")}
+                for key, rows in by_engine.items()
+            }
+            for name, by_engine in seen.items()
+        },
+        "all_decode_rates": {
+            name: {key: [round(entry["decode"], 1) for entry in rows] for key, rows in by_engine.items()}
+            for name, by_engine in seen.items()
+        },
+    }
+    everything = json.loads(args.out.read_text()) if args.out.exists() else {}
+    args.out.write_text(json.dumps({**everything, args.name: result}, indent=1) + "\n")
+    print(json.dumps(result["tokens_per_second"], indent=1))
+
+
+if __name__ == "__main__":
+    main()

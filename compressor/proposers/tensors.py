@@ -1,0 +1,94 @@
+"""The tensors of a proposer head, each checked where it is taken, so that nothing is left unset or unread."""
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from compressor.checkpoint.reader import ShardReader, check_finite
+from compressor.decode.engine import LEGACY_BUFFERS
+from compressor.errors import CompressError
+
+
+class Tensors:
+    """Takes tensors by name out of `folder`, in `dtype` on `device`.
+
+    Args:
+        names: of all stored tensors; `get(name)` reads one and refuses what is not finite.
+        rename: stored name → the name it is taken by. Raises CompressError for two tensors of one name.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        names: Iterable[str],
+        get: Callable[[str], Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
+        rename: Callable[[str], str] = str,
+    ) -> None:
+        self.folder, self._get, self._dtype, self._device = folder, get, dtype, device
+        self._stored: dict[str, str] = {}
+        for stored in names:
+            name = rename(stored)
+            if name in self._stored:
+                raise CompressError(
+                    f"{folder}: tensors '{self._stored[name]}' and '{stored}' are both '{name}'; remove one"
+                )
+            self._stored[name] = stored
+        self._left = set(self._stored)
+
+    @classmethod
+    def of_folder(
+        cls, folder: Path, dtype: torch.dtype, device: torch.device, rename: Callable[[str], str] = str
+    ) -> "Tensors":
+        """All tensors of a plain checkpoint folder."""
+        reader = ShardReader(folder)
+
+        def get(name: str) -> Tensor:
+            tensor = reader.get(name)
+            check_finite(name, tensor, folder / reader.file_of(name))
+            return tensor
+
+        return cls(folder, reader.keys(), get, dtype, device, rename)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._stored
+
+    def raw(self, name: str) -> Tensor:
+        """As it is stored. Raises CompressError for a tensor that is not there."""
+        if name not in self._stored:
+            raise CompressError(f"{self.folder}: tensor '{name}' is missing, and the proposer needs it")
+        self._left.discard(name)
+        return self._get(self._stored[name])
+
+    def take(self, name: str, shape: Sequence[int]) -> Tensor:
+        """Raises CompressError for a tensor that is missing or of another shape."""
+        tensor = self.raw(name)
+        if tuple(tensor.shape) != tuple(shape):
+            raise CompressError(
+                f"{self.folder}: tensor '{name}' has shape {list(tensor.shape)}, {list(shape)} is what fits the config"
+            )
+        return tensor.to(self._device, self._dtype if tensor.is_floating_point() else None)
+
+    def fill(self, module: nn.Module, prefix: str) -> None:
+        """Give every parameter and persistent buffer of `module` the tensor `prefix` + its name."""
+        state = {name: self.take(prefix + name, empty.shape) for name, empty in module.state_dict().items()}
+        module.load_state_dict(state, assign=True)
+        module.requires_grad_(False)
+
+    def linear(self, name: str, out_features: int, in_features: int, *, bias: bool = False) -> nn.Linear:
+        linear = nn.Linear(in_features, out_features, bias=bias, device="meta")
+        self.fill(linear, f"{name}.")
+        return linear
+
+    def refuse_rest(self, *ignored: str) -> None:
+        """Raise CompressError for a tensor that nothing has taken, unless its name matches a pattern of `ignored`."""
+        allowed = re.compile("|".join([LEGACY_BUFFERS, *ignored]))
+        for name in sorted(self._left):
+            if not allowed.search(name):
+                raise CompressError(
+                    f"{self.folder}: tensor '{self._stored[name]}' is not part of such a proposer; nothing would use it"
+                )

@@ -1,0 +1,105 @@
+"""The whole server as a process: it says where it is, ends when it is told to, and refuses an address in one line."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import tiny_models as tiny
+
+from compressor.bundle import Bundle
+from compressor.errors import CompressError, UsageError
+from compressor.generation import Settings
+from compressor.serve import run, serve
+from compressor.serve.run import listen_on
+
+SCRIPT = """
+import sys, torch
+import tiny_models as tiny
+from compressor.decode import Decoder, Runner, engine
+from compressor.serve.run import listen_on, serve_runner
+runner = Runner(Decoder(engine.load(sys.argv[1], dtype=torch.float32)))
+runner.decoder.stops = frozenset()  # texts go on to their length
+serve_runner(runner, tiny.tokenizer(), "tiny", listen_on("127.0.0.1", 0))
+print("ended", runner.decoder.vocab_size)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_it_says_when_it_is_ready_and_a_signal_ends_it_even_in_a_stream(tmp_path, number):
+    tiny.save(tmp_path, max_position_embeddings=100_000)
+    paths = os.pathsep.join([str(Path(tiny.__file__).parent), str(Path(__file__).parents[2])])
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        line = process.stdout.readline()
+        url = re.fullmatch(r"serving tiny at (http://127\.0\.0\.1:\d+/v1)\n", line)[1]
+        body = b'{"model": "tiny", "prompt": "abc", "max_tokens": 90000, "stream": true}'
+        request = urllib.request.Request(f"{url}/completions", body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=20) as stream:
+            assert stream.readline().startswith(b"data: {")
+            start = time.monotonic()
+            process.send_signal(number)
+            end = stream.read().decode()
+        assert '"message": "the server is ending' in end and end.endswith("data: [DONE]\n\n")
+        assert process.wait(timeout=20) == 0 and time.monotonic() - start < 4
+        assert (process.stdout.read(), process.stderr.read().replace("\r", "")) == ("ended 320\n", "")
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        process.stderr.close()
+
+
+def test_a_port_in_use_is_named_before_anything_is_loaded(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(CompressError, match=f"--host 127.0.0.1 --port {port}: Address already in use; ") as caught:
+            serve(tmp_path / "nowhere", Settings(), port=port)
+    assert caught.value.exit_code == 1
+    with pytest.raises(CompressError, match="nowhere"):  # the port is free again: now the bundle is looked at
+        serve(tmp_path / "nowhere", Settings(), port=port)
+
+
+def test_a_bundle_is_served_under_the_name_of_its_folder(tmp_path, monkeypatch):
+    class Fake:
+        def tokenizer(self):
+            return "tokenizer"
+
+        def runner(self, proposer, k, **options):
+            return proposer, k, options["kernel"]
+
+    served = []
+    monkeypatch.setattr(Bundle, "open", lambda path: Fake())
+    monkeypatch.setattr(run, "serve_runner", lambda *arguments: served.append(arguments))
+    serve(tmp_path / "small-model", Settings("none", 5, kernel="dequantized"), port=0, max_batch=4)
+    serve(tmp_path, Settings(), port=0, model_name="other")
+    (runner, tokenizer, name, _, max_batch), (_, _, other, _, _) = served
+    assert runner == ("none", 5, "dequantized")
+    assert (tokenizer, name, max_batch, other) == ("tokenizer", "small-model", 4, "other")
+
+
+def test_a_host_that_is_not_of_this_machine_is_named():
+    with pytest.raises(CompressError, match=r"--host 192\.0\.2\.1 --port 0: "):
+        listen_on("192.0.2.1", 0)
+    with pytest.raises(CompressError, match=r"--host no\.such\.host\.invalid: "):
+        listen_on("no.such.host.invalid", 0)
+    with pytest.raises(UsageError, match="--port 70000: not a port"):
+        listen_on("127.0.0.1", 70_000)
+
+
+def test_an_address_of_protocol_six_is_listened_on():
+    with closing(listen_on("::1", 0)) as listener:
+        assert listener.family == socket.AF_INET6
