@@ -1,12 +1,11 @@
 """Targets and proposers small enough that every continuation can be enumerated, and the comparison with that law."""
 
-
 import torch
 from scipy.stats import chi2
 
-from compressor.decode import Batch, Request
+from compressor.decode import Batch, Law, Request
 from compressor.decode.cache import SequenceCache
-from compressor.decode.decoder import Pass
+from compressor.decode.decoder import Feed, Pass
 from compressor.decode.law import LawState
 from compressor.decode.length import Fixed
 from compressor.proposers.base import ROOT, Draft
@@ -144,3 +143,19 @@ def table_batch(proposer, k=3, rule="exact", length=None):
     return lambda: Batch(TableDecoder(), proposer, length if length is not None else Fixed(k), rule)
 
 
+def model_law(decoder, prompt, law, length: int) -> dict[tuple[int, ...], float]:
+    """`continuations` by a real decoder, each text read afresh."""
+
+    def logits_after(text):
+        return decoder.forward([Feed(text, decoder.cache(len(text)))])[0].logits[0]
+
+    return continuations(logits_after, prompt, law, length, decoder.vocab_size)
+
+
+def keeps_the_law(decoder, proposer, prompt, k: int = 3) -> bool:
+    """Whether three tokens under `proposer` have the target's law: sampled in a batch, out of four tokens a step. Also
+    checks that the comparison tells the law from that of another temperature."""
+    law, other = Law(temperature=2.0, top_k=4), Law(temperature=1.0, top_k=4)
+    counts = sampled(lambda: Batch(decoder, proposer, Fixed(k)), prompt, law, 3, samples=2000)
+    assert off(counts, model_law(decoder, prompt, other, 3))
+    return not off(counts, model_law(decoder, prompt, law, 3))

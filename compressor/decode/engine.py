@@ -38,9 +38,14 @@ def load(folder: str | Path, *, dtype: torch.dtype = torch.bfloat16, kernel: str
     config, _ = skeleton.model_config(folder)
     weights = Weights(folder)
     model = skeleton.build(config, dtype)
-    for layer in weights.packed:
+    mtp = set(Inventory.read(folder).mtp_tensors())  # carried along for whoever proposes with them
+    packed = {layer: suffixes for layer, suffixes in weights.packed.items() if f"{layer}.weight_packed" not in mtp}
+    for layer in packed:
         model.set_submodule(layer, _packed_linear(model, layer, weights, dtype, kernel))
-    used = _fill(model, weights, dtype)
+    used = _fill(model, weights, dtype) | mtp
+    for layer, suffixes in packed.items():
+        has_bias = model.get_submodule(layer).bias is not None
+        used |= {f"{layer}.{suffix}" for suffix in (*suffixes, *(["bias"] if has_bias else []))}
     _refuse_unexpected(model, weights, used)
     if (folder / GENERATION_CONFIG).is_file():
         model.generation_config = _generation_config(folder)
@@ -118,10 +123,6 @@ def _fill(model: PreTrainedModel, weights: Weights, dtype: torch.dtype) -> set[s
 
 
 def _refuse_unexpected(model: PreTrainedModel, weights: Weights, used: set[str]) -> None:
-    for layer, suffixes in weights.packed.items():
-        has_bias = model.get_submodule(layer).bias is not None
-        used |= {f"{layer}.{suffix}" for suffix in (*suffixes, *(["bias"] if has_bias else []))}
-    used |= set(Inventory.read(weights.folder).mtp_tensors())  # carried along for engines that propose with them
     ignored = re.compile("|".join([LEGACY_BUFFERS, *(model._keys_to_ignore_on_load_unexpected or ())]))
     for name in sorted(set(weights.reader.keys()) - used):
         if not ignored.search(name):

@@ -178,6 +178,10 @@ class LawState:
             return True
         return self.closed(path)
 
+    def possible(self, logits: torch.Tensor, path: Sequence[int]) -> bool:
+        """Whether the grammar leaves any token after `path` that `logits` [V] do not rule out themselves."""
+        return self._matcher is None or bool((self.masks(path)["allowed"] & (logits.cpu() != -torch.inf)).any())
+
     def probs(self, logits: torch.Tensor, path: Sequence[int] = ()) -> torch.Tensor:
         """The law of the token after the text and `path`: `logits` [V] → float64 [V], on the CPU.
 

@@ -34,7 +34,8 @@ def grow(
       called for the last level.
 
     A greedy law takes the largest logits (q is None); any other draws children without replacement from the filtered
-    law, as many as its support holds. A node after which nothing can follow stays without children.
+    law, as many as its support holds. A node after which nothing can follow, or nothing that the proposer knows, stays
+    without children.
     """
     levels = (1,) * context.k if branching is None else tuple(branching)[: context.k]
     chosen: list[int] = []
@@ -45,6 +46,8 @@ def grow(
         new: list[int] = []
         for node, row in zip(front, logits, strict=True):
             path = draft.path(node)
+            if not context.law.possible(row, path):  # a proposer of few tokens under a grammar that allows others
+                continue
             tokens, law = _children(context, row, path, width)
             new += range(len(chosen), len(chosen) + len(tokens))
             chosen += tokens

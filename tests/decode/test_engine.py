@@ -155,7 +155,10 @@ def test_a_damaged_bundle_is_refused_by_name(tmp_path, damage, name, says):
 def test_tensors_of_an_mtp_module_are_left_alone(tmp_path):
     bundle(tmp_path)
     tensors = read(tmp_path)
-    write(tmp_path, {**tensors, "mtp.fc.weight": torch.zeros(64, 128), "mtp.norm.weight": torch.zeros(64)})
+    packed = formats.get("int4-g32").encode(torch.randn(64, 64).bfloat16())
+    extra = {f"mtp.layers.0.self_attn.q_proj.{suffix}": tensor for suffix, tensor in packed.items()}
+    extra |= {"mtp.fc.weight": torch.zeros(64, 128), "mtp.norm.weight": torch.zeros(64)}
+    write(tmp_path, {**tensors, **extra})
     assert not any("mtp" in name for name, _ in engine.load(tmp_path).named_parameters())
 
 

@@ -1,12 +1,15 @@
+from dataclasses import replace
+
 import pytest
 import slow_speculation as slow
 import tiny_models as tiny
 import torch
+from toys import keeps_the_law
 
 from compressor.decode import Decoder, Law, Runner
 from compressor.errors import UsageError
 from compressor.proposers import draft_model
-from compressor.proposers.draft_model import DraftModelProposer
+from compressor.proposers.draft_model import DraftModelProposer, DraftModelSession
 from compressor.proposers.nodes import NodeCache
 
 PROMPT = [5, 9, 3, 5, 11]
@@ -150,3 +153,48 @@ def test_a_vocabulary_that_does_not_fit_is_refused(vocabulary):
 
 def test_it_asks_for_no_states_of_the_target():
     assert DraftModelProposer.features == ()
+
+
+@pytest.mark.parametrize("branching", [None, TREE])
+def test_its_output_has_the_targets_law(branching):
+    target, draft = models(draft_vocab=20)
+    proposer = DraftModelProposer(Decoder(draft), 20, 24, branching)
+    assert keeps_the_law(Decoder(target), proposer, PROMPT)
+
+
+def test_a_draft_model_that_claims_the_law_it_did_not_draw_from_is_caught(monkeypatch):
+    """It draws from the filtered law and states the raw one."""
+    honest = DraftModelSession.propose
+
+    def raw(self, context):
+        draft = honest(self, context)
+        return replace(draft, q=(draft.q + 0.05).div((draft.q + 0.05).sum(-1, keepdim=True)))
+
+    monkeypatch.setattr(DraftModelSession, "propose", raw)
+    target, draft = models()
+    assert not keeps_the_law(Decoder(target), DraftModelProposer(Decoder(draft), 24, 24), PROMPT)
+
+
+class Only:
+    """A grammar that allows one token for ever."""
+
+    def __init__(self, token):
+        self.token = token
+
+    def matcher(self):
+        return self
+
+    def allowed(self, path):
+        return torch.arange(24) == self.token
+
+    def commit(self, tokens):
+        pass
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_nothing_is_drafted_where_the_grammar_leaves_none_of_its_tokens(temperature):
+    target, draft = models(draft_vocab=20)
+    runner = Runner(Decoder(target), DraftModelProposer(Decoder(draft), 20, 24), 3)
+    for token, drafts in ((22, False), (7, True)):
+        out = runner.generate(PROMPT, 6, Law(temperature, grammar=Only(token)), 0, ())
+        assert out.token_ids == [token] * 6 and bool(out.proposed) == drafts

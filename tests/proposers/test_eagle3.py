@@ -8,6 +8,7 @@ import slow_speculation as slow
 import tiny_models as tiny
 import torch
 from safetensors.torch import save_file
+from toys import keeps_the_law
 
 from compressor.decode import Decoder, Law, Request, Runner
 from compressor.decode.law import LawState
@@ -377,3 +378,10 @@ def test_a_target_of_another_width_cannot_lend_its_tables(tmp_path):
 def test_a_branching_of_zero_is_refused(target, tmp_path):
     with pytest.raises(UsageError, match="branching"):
         Eagle3Proposer.load(write(tmp_path / "head", tensors(), raw()), Decoder(target), (2, 0))
+
+
+@pytest.mark.parametrize("branching", [None, TREE])
+def test_its_output_has_the_targets_law(branching, target, tmp_path):
+    decoder = Decoder(target)
+    head = Eagle3Proposer.load(write(tmp_path / "head", tensors(), raw()), decoder, branching=branching)
+    assert keeps_the_law(decoder, head, PROMPT)

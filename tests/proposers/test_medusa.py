@@ -10,6 +10,7 @@ import slow_speculation as slow
 import tiny_models as tiny
 import torch
 from safetensors.torch import save_file
+from toys import keeps_the_law
 
 from compressor.decode import Decoder, Law, Runner
 from compressor.decode.law import LawState
@@ -245,3 +246,10 @@ def test_heads_that_would_be_silently_wrong_are_refused(settings, change, messag
 def test_a_branching_of_zero_is_refused(target, tmp_path):
     with pytest.raises(UsageError, match="branching"):
         MedusaProposer.load(write(tmp_path / "heads", PLAIN, config()), Decoder(target), (0,))
+
+
+@pytest.mark.parametrize("branching", [None, TREE])
+def test_its_output_has_the_targets_law(branching, target, tmp_path):
+    decoder = Decoder(target)
+    heads = MedusaProposer.load(write(tmp_path / "heads", PLAIN, config()), decoder, branching=branching)
+    assert keeps_the_law(decoder, heads, PROMPT)

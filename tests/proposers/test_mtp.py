@@ -7,6 +7,7 @@ import slow_speculation as slow
 import tiny_models as tiny
 import torch
 from safetensors.torch import load_file, save_file
+from toys import keeps_the_law
 
 from compressor import formats
 from compressor.decode import Decoder, Law, Runner
@@ -337,3 +338,10 @@ def test_packed_modules_are_the_values_that_they_decode_to(tmp_path):
     packed_and_dense = (MtpProposer.load(each, decoder) for each in (folder, write(tmp_path / "dense", dense)))
     runs = [slow.run(decoder, each, PROMPT, 30, 3, temperature=3.0) for each in (*packed_and_dense, other)]
     assert runs[0] == runs[1] != runs[2]
+
+
+@pytest.mark.parametrize("branching", [None, TREE])
+def test_its_output_has_the_targets_law(branching, tmp_path):
+    folder = write(tmp_path / "model", modules("deepseek", 1))
+    _, decoder, module = loaded(folder, branching=branching)
+    assert keeps_the_law(decoder, module, PROMPT)
