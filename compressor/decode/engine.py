@@ -38,11 +38,13 @@ def load(folder: str | Path, *, dtype: torch.dtype = torch.bfloat16, kernel: str
     config, _ = skeleton.model_config(folder)
     weights = Weights(folder)
     model = skeleton.build(config, dtype)
-    mtp = set(Inventory.read(folder).mtp_tensors())  # carried along for whoever proposes with them
-    packed = {layer: suffixes for layer, suffixes in weights.packed.items() if f"{layer}.weight_packed" not in mtp}
+    packed = dict(weights.packed)
+    if not packed.keys() <= {name for name, _ in model.named_modules()}:
+        mtp = set(Inventory.read(folder).mtp_tensors())  # modules beside the model, for whoever proposes with them
+        packed = {layer: suffixes for layer, suffixes in packed.items() if f"{layer}.weight_packed" not in mtp}
     for layer in packed:
         model.set_submodule(layer, _packed_linear(model, layer, weights, dtype, kernel))
-    used = _fill(model, weights, dtype) | mtp
+    used = _fill(model, weights, dtype) | set(Inventory.read(folder).mtp_tensors())
     for layer, suffixes in packed.items():
         has_bias = model.get_submodule(layer).bias is not None
         used |= {f"{layer}.{suffix}" for suffix in (*suffixes, *(["bias"] if has_bias else []))}
