@@ -155,7 +155,7 @@ def model_law(decoder, prompt, law, length: int) -> dict[tuple[int, ...], float]
 def keeps_the_law(decoder, proposer, prompt, k: int = 3) -> bool:
     """Whether three tokens under `proposer` have the target's law: sampled in a batch, out of four tokens a step. Also
     checks that the comparison tells the law from that of another temperature."""
-    law, other = Law(temperature=2.0, top_k=4), Law(temperature=1.0, top_k=4)
+    law, other = Law(temperature=0.8, top_k=4), Law(temperature=1.6, top_k=4)
     counts = sampled(lambda: Batch(decoder, proposer, Fixed(k)), prompt, law, 3, samples=2000)
     assert off(counts, model_law(decoder, prompt, other, 3))
     return not off(counts, model_law(decoder, prompt, law, 3))
