@@ -5,8 +5,8 @@
 
 QUESTIONS.jsonl is Spec-Bench's (question_id, category, turns). Two sets of its prompts, through the chat template,
 greedy, to the end of the answer or --tokens: "short" for plain decoding, "copying" (summarization and extraction) for
-n-gram speculation. Every engine answers a set once a round, and the engines take turns, so that what the machine does
-besides meets all of them. Rates are tokens after the first by the time after the first; `total` includes the prompt.
+n-gram speculation. Every engine answers a set once a round; the engines take turns at every prompt, so that what the
+machine does besides meets all of them alike, and a ratio is the median over rounds of the ratio within a round. Rates are tokens after the first by the time after the first; `total` includes the prompt.
 MODEL may be a checkpoint or a bundle; transformers is left out of a quantized one.
 """
 
@@ -145,6 +145,25 @@ def rates(runs: list[Run]) -> dict[str, float]:
     }
 
 
+PAIRS = (
+    ("ours", "transformers"),
+    ("ours n-gram", "ours"),
+    ("ours n-gram", "transformers prompt lookup"),
+    ("ours", "vllm"),
+    ("ours n-gram", "vllm n-gram"),
+)
+
+
+def ratios(by_engine: dict[str, list[dict[str, float]]]) -> dict[str, float]:
+    """Median over the rounds of one engine's decode rate by another's."""
+    found = {}
+    for one, other in PAIRS:
+        if one in by_engine and other in by_engine:
+            pairs = zip(by_engine[one], by_engine[other], strict=True)
+            found[f"{one} / {other}"] = round(median(a["decode"] / b["decode"] for a, b in pairs), 3)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
@@ -166,13 +185,16 @@ def main() -> None:
     cycles: dict[str, dict[str, float]] = {name: {} for name in sets}
     for round_number in range(-1, args.rounds):  # the first one warms up
         for name, rows in sets.items():
-            for key, run in running.items():
-                runs = run(rows if round_number >= 0 else rows[:1], args.tokens)
-                if "tokens_per_cycle" in runs[0]:
-                    cycles[name][key] = sum(run["tokens_per_cycle"] for run in runs) / len(runs)
+            runs: dict[str, list[Run]] = {key: [] for key in running}
+            for ids in rows if round_number >= 0 else rows[:1]:
+                for key, run in running.items():
+                    runs[key] += run([ids], args.tokens)
+            for key, entries in runs.items():
+                if "tokens_per_cycle" in entries[0]:
+                    cycles[name][key] = sum(entry["tokens_per_cycle"] for entry in entries) / len(entries)
                 if round_number >= 0:
-                    seen[name][key].append(rates(runs))
-                    print(round_number, name, key, {k: round(v, 1) for k, v in rates(runs).items()}, flush=True)
+                    seen[name][key].append(rates(entries))
+                    print(round_number, name, key, {k: round(v, 1) for k, v in rates(entries).items()}, flush=True)
     result = {
         "threads": 2,
         "k": K,
@@ -187,6 +209,7 @@ def main() -> None:
             }
             for name, by_engine in seen.items()
         },
+        "ratio_of_decode_rates": {name: ratios(by_engine) for name, by_engine in seen.items()},
         "all_decode_rates": {
             name: {key: [round(entry["decode"], 1) for entry in rows] for key, rows in by_engine.items()}
             for name, by_engine in seen.items()
@@ -194,7 +217,7 @@ def main() -> None:
     }
     everything = json.loads(args.out.read_text()) if args.out.exists() else {}
     args.out.write_text(json.dumps({**everything, args.name: result}, indent=1) + "\n")
-    print(json.dumps(result["tokens_per_second"], indent=1))
+    print(json.dumps({key: result[key] for key in ("tokens_per_second", "ratio_of_decode_rates")}, indent=1))
 
 
 if __name__ == "__main__":

@@ -4,9 +4,11 @@ after all its rollbacks against a fresh prefill.
 
     greedy_agreement.py MODEL QUESTIONS.jsonl [--prompts 20] [--tokens 64] [--out benchmarks/greedy_agreement.json]
 
-MODEL is a Llama-shaped checkpoint, run in float32. The draft model is its own first layers; Medusa, EAGLE-3 and MTP
-heads are made here, of random or copied weights: nearly all they propose is rejected, which is what rolling back has to
-survive. QUESTIONS.jsonl is Spec-Bench's; prompts are spread over its categories. Exits 1 where a token differs.
+MODEL is a Llama-shaped checkpoint. The draft model is its own first layers; Medusa, EAGLE-3 and MTP heads are made
+here, of random or copied weights: nearly all they propose is rejected, which is what rolling back has to survive. In
+float32 a cache also differs from a prefill by the order of its sums: the row "none" is the target alone, which rolls
+nothing back, and --dtype float64 leaves what is stale. QUESTIONS.jsonl is Spec-Bench's; prompts are spread over its
+categories. Exits 1 where a token differs.
 """
 
 import argparse
@@ -47,8 +49,9 @@ def prompts(path: Path, tokenizer: Any, wanted: int) -> list[list[int]]:
     return [rows[i] for i in range(rounds) for rows in by_category.values() if i < len(rows)][:wanted]
 
 
-def generate(decoder: Decoder, proposer: Proposer | None, ids: list[int], tokens: int) -> tuple[list[int], Any, float]:
-    """(new tokens, output, largest difference of the cache from a fresh prefill of what it holds)."""
+def generate(decoder: Decoder, proposer: Proposer | None, ids: list[int], tokens: int) -> tuple[list[int], Any, list]:
+    """(new tokens, output, how far the cache is from a fresh prefill of what it holds: largest relative difference of a
+    layer's keys or values in norm, largest difference of a number)."""
     batch = Batch(decoder, proposer, Fixed(K if proposer else 0))
     text = batch.join(Request(ids, tokens, GREEDY, 0, frozenset()))
     while batch.texts:
@@ -58,11 +61,17 @@ def generate(decoder: Decoder, proposer: Proposer | None, ids: list[int], tokens
     held = text.cache.length
     fresh = decoder.cache(held)
     decoder.forward([Feed((ids + text.output.token_ids)[:held], fresh)])
-    worst = max(
-        ((old[:, :, :held] - new).abs() / new.abs().clamp_min(1)).max().item()
-        for old, new in ((text.cache.keys, fresh.keys), (text.cache.values, fresh.values))
-    )
+    pairs = [(text.cache.keys[:, :, :held], fresh.keys), (text.cache.values[:, :, :held], fresh.values)]
+    norms = [((old - new).flatten(1).norm(dim=1) / new.flatten(1).norm(dim=1)).max().item() for old, new in pairs]
+    worst = [max(norms), max((old - new).abs().max().item() for old, new in pairs)]
     return text.output.token_ids, text.output, worst
+
+
+def cache_differences(runs: list[tuple[list[int], Any, list]]) -> dict[str, float]:
+    return {
+        "cache_difference_of_a_layer_in_norm": max(run[2][0] for run in runs),
+        "cache_difference_of_a_number": max(run[2][1] for run in runs),
+    }
 
 
 def truncated(model: Path, folder: Path) -> None:
@@ -151,13 +160,15 @@ def main() -> None:
     parser.add_argument("questions", type=Path)
     parser.add_argument("--prompts", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--dtype", choices=["float32", "float64"], default="float32")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/greedy_agreement.json"))
     args = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     rows = prompts(args.questions, tokenizer, args.prompts)
-    decoder = engine.decoder(args.model, dtype=torch.float32)
-    alone = [generate(decoder, None, ids, args.tokens)[0] for ids in rows]
-    table = {}
+    decoder = engine.decoder(args.model, dtype=getattr(torch, args.dtype))
+    plain = [generate(decoder, None, ids, args.tokens) for ids in rows]
+    table: dict[str, Any] = {"none": {"prompts": len(rows), "equal": len(rows), **cache_differences(plain)}}
+    print("none", table["none"], flush=True)
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)
         truncated(args.model, work / "draft")
@@ -172,15 +183,15 @@ def main() -> None:
                 key = text.partition(":")[0] + (" tree" if branching else "")
                 accepted = sum(run[1].accepted for run in runs)
                 table[key] = {
-                    "equal": sum(run[0] == text for run, text in zip(runs, alone, strict=True)),
+                    "equal": sum(run[0] == one[0] for run, one in zip(runs, plain, strict=True)),
                     "prompts": len(rows),
                     "proposed": sum(run[1].proposed for run in runs),
                     "accepted": accepted,
                     "tokens_per_cycle": round(1 + accepted / sum(run[1].cycles for run in runs), 3),
-                    "worst_cache_difference": max(run[2] for run in runs),
+                    **cache_differences(runs),
                 }
                 print(key, table[key], flush=True)
-    result = {"model": "float32", "k": K, "tree": TREE, "tokens": args.tokens, "proposers": table}
+    result = {"dtype": args.dtype, "k": K, "tree": TREE, "tokens": args.tokens, "proposers": table}
     args.out.write_text(json.dumps(result, indent=1) + "\n")
     sys.exit(any(entry["equal"] != entry["prompts"] for entry in table.values()))
 

@@ -51,13 +51,7 @@ def generate(
     from compressor import generation
 
     output = Output(json_file)
-    settings = generation.Settings(
-        proposer=proposer,
-        k=generation.length(k),
-        branching=generation.branching(branching),
-        rule=rule,
-        kernel=kernel,
-    )
+    settings = generation.settings(proposer, k, branching, rule, kernel)
     sampling = {
         "temperature": temperature,
         "top_k": top_k,
@@ -103,11 +97,5 @@ def serve(
     from compressor import generation
     from compressor.serve import run
 
-    settings = generation.Settings(
-        proposer=proposer,
-        k=generation.length(k),
-        branching=generation.branching(branching),
-        rule=rule,
-        kernel=kernel,
-    )
+    settings = generation.settings(proposer, k, branching, rule, kernel)
     run.serve(bundle, settings, host=host, port=port, max_batch=max_batch, model_name=model_name)

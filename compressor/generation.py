@@ -31,7 +31,12 @@ class Settings:
         return bundle.runner(self.proposer, self.k, branching=self.branching, rule=self.rule, kernel=self.kernel)
 
 
-def length(text: str) -> int | Length:
+def settings(proposer: str, k: str, branching: str | None, rule: str, kernel: str) -> Settings:
+    """The settings as the command line spells them. Raises UsageError."""
+    return Settings(proposer, _length(k), _branching(branching), rule, kernel)
+
+
+def _length(text: str) -> int | Length:
     """`--k`: a number from 1 to `LARGEST_K`, or `auto`. Raises UsageError."""
     if text == "auto":
         return Adaptive()
@@ -40,7 +45,7 @@ def length(text: str) -> int | Length:
     return int(text)
 
 
-def branching(text: str | None) -> tuple[int, ...] | None:
+def _branching(text: str | None) -> tuple[int, ...] | None:
     """`--branching`: positive numbers, as in 3,2,1. Raises UsageError."""
     if text is None:
         return None

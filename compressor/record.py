@@ -15,7 +15,8 @@ from compressor.blocks import QuantizedLayer
 from compressor.bundle import environment as machine
 from compressor.bundle import ledger
 from compressor.bundle.api import Bundle
-from compressor.bundle.passport import MEASURED, Passport
+from compressor.bundle.passport import Passport
+from compressor.bundle.records import MEASURED
 from compressor.checkpoint.config import CONFIG, GENERATION_CONFIG, read_config
 from compressor.checkpoint.source import tokenizer_files
 from compressor.errors import naming

@@ -1,8 +1,8 @@
 """bfloat16 matrix products on CPUs with the weight in oneDNN's own blocked layout.
 
 `torch.nn.functional.linear` takes the weight row by row and rearranges it in every call, which for a few input rows
-costs as much as the product. Laid out once, all linears of SmolLM2-135M take 0.7 of that time on an AVX-512 machine with
-two cores (22 against 31 ms). oneDNN has a product of its own for a single row, which is slower than the one for several
+costs as much as the product. Laid out once, the linears of SmolLM2-135M take 0.7 of that time on an AVX-512 machine
+with two cores (22 against 31 ms). oneDNN has a product of its own for a single row, slower than the one for several
 (26 ms): a single row is repeated. Same accumulation in float32, one rounding to bfloat16.
 """
 

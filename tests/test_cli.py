@@ -56,7 +56,8 @@ def pipeline(monkeypatch):
 
 
 def passport():
-    from compressor.bundle.passport import MEASURED, Passport
+    from compressor.bundle.passport import Passport
+    from compressor.bundle.records import MEASURED
 
     def acceptance(target, tau):
         row = {"task": "evaluation prompts", "target": target, "k": 3, "conditional": [0.4, 0.6, None], "cycles": 240}

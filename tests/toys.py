@@ -159,3 +159,19 @@ def keeps_the_law(decoder, proposer, prompt, k: int = 3) -> bool:
     counts = sampled(lambda: Batch(decoder, proposer, Fixed(k)), prompt, law, 3, samples=2000)
     assert off(counts, model_law(decoder, prompt, other, 3))
     return not off(counts, model_law(decoder, prompt, law, 3))
+
+
+class Reads(list):
+    """A history that counts its tokens as they are read, and can only be read by position."""
+
+    count = 0
+
+    def __getitem__(self, index):
+        found = super().__getitem__(index)
+        self.count += len(found) if isinstance(index, slice) else 1
+        return found
+
+    def _refuse(self, *_):
+        raise AssertionError("the whole history is read")
+
+    __iter__ = __eq__ = __contains__ = _refuse

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from compressor.bundle.passport import Environment
+from compressor.bundle.records import Environment
 
 # The packages whose version can change a byte of the weights or a measured number.
 PACKAGES = ("compressor", "torch", "transformers", "tokenizers", "safetensors", "compressed-tensors", "gguf", "numpy")

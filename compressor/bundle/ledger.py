@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from compressor.bundle.passport import Ledger
+from compressor.bundle.records import Ledger
 from compressor.checkpoint.digest import sha256_file
 from compressor.checkpoint.inventory import Inventory
 

@@ -7,7 +7,8 @@ import jinja2
 from markupsafe import Markup
 
 from compressor.bundle import summary
-from compressor.bundle.passport import Layer, Passport
+from compressor.bundle.passport import Passport
+from compressor.bundle.records import Layer
 
 TEMPLATE = "report.html.jinja"
 WORST = 5  # layers shown by name

@@ -2,7 +2,8 @@
 
 from typing import NamedTuple
 
-from compressor.bundle.passport import Acceptance, Passport
+from compressor.bundle.passport import Passport
+from compressor.bundle.records import Acceptance
 
 NONE = "–"
 METHODS = {"gptq": "GPTQ", "rtn": "round to nearest"}

@@ -149,6 +149,7 @@ class LawState:
         self.stops = frozenset(stops)
         self._seen = torch.zeros(vocab_size, dtype=torch.bool) if law.repetition_penalty != 1 else None
         self._matcher = law.grammar.matcher() if law.grammar is not None else None
+        self._asked: tuple[tuple[int, ...], torch.Tensor | None] | None = None  # the last path and its mask
 
     @property
     def greedy(self) -> bool:
@@ -163,6 +164,7 @@ class LawState:
         self._note(tokens)
         if self._matcher is not None:
             self._matcher.commit(tokens)
+            self._asked = None
 
     def _note(self, tokens: Sequence[int]) -> None:
         if self._seen is not None:
@@ -170,7 +172,15 @@ class LawState:
 
     def closed(self, path: Sequence[int]) -> bool:
         """Whether the grammar forbids the text and `path`, or is complete after it."""
-        return self._matcher is not None and self._matcher.allowed(path) is None
+        return self._matcher is not None and self._allowed(path) is None
+
+    def _allowed(self, path: Sequence[int]) -> torch.Tensor | None:
+        """The grammar's mask after `path`. A node is asked about several times in a row: whether it ends, what its law
+        is."""
+        assert self._matcher is not None
+        if self._asked is None or self._asked[0] != tuple(path):
+            self._asked = tuple(path), self._matcher.allowed(path)
+        return self._asked[1]
 
     def ends(self, path: Sequence[int]) -> bool:
         """Whether nothing can follow the text and `path`: it stops there, or the grammar forbids or completes it."""
@@ -192,9 +202,10 @@ class LawState:
     def best(self, logits: torch.Tensor, path: Sequence[int] = ()) -> int:
         """The greedy token after the text and `path`. Arguments and errors as for `probs`."""
         if not self.law.reads_text:  # no float64 copy: the order of the logits is all that counts
-            if not torch.isfinite(logits.amax(-1)):
+            largest, token = logits.max(-1)  # the first of several; NaN is larger than anything
+            if not torch.isfinite(largest):
                 raise ProbabilityError("logits: NaN, +inf, or a row without any allowed token")
-            return int(logits.argmax(-1))
+            return int(token)
         return int(self.law.scores(logits.cpu(), **self.masks(path)).argmax(-1))
 
     def masks(self, path: Sequence[int]) -> dict[str, torch.Tensor]:
@@ -206,7 +217,7 @@ class LawState:
                 masks["seen"] = self._seen.clone()
                 masks["seen"][list(path)] = True
         if self._matcher is not None:
-            allowed = self._matcher.allowed(path)
+            allowed = self._allowed(path)
             if allowed is None:
                 raise ProbabilityError("grammar: nothing is allowed after this text")
             masks["allowed"] = allowed

@@ -81,7 +81,7 @@ def _check_tree(tokens: Sequence[int], parents: Sequence[int]) -> None:
 
 
 def verify(draft: Draft, law_at: LawAt, generator: torch.Generator) -> tuple[list[int], int | None]:
-    """(accepted nodes from the first level down, next token) for a draft of any shape.
+    """(accepted nodes from the first level down, next token) for a draft of any shape that `check` has passed.
 
     At every node the candidates below it are tried in the order they were drawn. The first has the law q and is
     accepted with probability min(1, p(x)/q(x)); if it is rejected, p becomes norm((p - q)₊) and q loses x and is
@@ -106,8 +106,6 @@ def verify(draft: Draft, law_at: LawAt, generator: torch.Generator) -> tuple[lis
         for candidate in candidates:
             token = draft.tokens[candidate]
             assert q is not None
-            if q[token] <= 0:
-                raise ProbabilityError("proposals: a token has probability zero under q, so q did not propose it")
             # A uniform in [0, 1) is below min(1, p/q) exactly when it is below p/q, and never when p is 0.
             if _uniform(generator) < p[token] / q[token]:
                 path.append(candidate)

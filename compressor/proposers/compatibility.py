@@ -35,53 +35,55 @@ def vocabulary(
     Raises CompressError naming both models, the first id that differs and its two tokens, or what else differs; and for
     a token that the target can commit and the draft has no embedding for.
     """
-    target, draft = names
-
-    def refuse(what: str) -> CompressError:
-        return CompressError(
-            f"{draft} cannot draft for {target}: {what}; choose a draft that was made with the target's tokenizer"
-        )
-
-    def differ(what: str, ours: object, theirs: object) -> CompressError:
-        return refuse(f"{what} is {ours} in {target} and {theirs} in {draft}")
-
     ours, theirs = _tokens(target_tokenizer), _tokens(draft_tokenizer)
-    for index, one in enumerate(ours):
-        other = theirs[index] if index < len(theirs) else None
-        if one != other:
-            raise differ(f"id {index}", _shown(one), _shown(other))
+    found = _difference(target_tokenizer, draft_tokenizer, ours, theirs)
+    target, draft = names
+    if found is not None:
+        what, one, other = found
+        raise _refusal(names, f"{what} is {one} in {target} and {other} in {draft}")
+    for index in range(draft_vocab_size, min(len(ours), target_vocab_size)):
+        if ours[index] is not None:
+            missing = f"it has {draft_vocab_size} embeddings, none for id {index} ({_shown(ours[index])})"
+            raise _refusal(names, f"{missing}, which {target} may write")
+    shared = min(target_vocab_size, draft_vocab_size)
+    return min(shared, len(ours)) if len(theirs) > len(ours) else shared
 
-    special, draft_special = _special(target_tokenizer), _special(draft_tokenizer)
+
+def _refusal(names: tuple[str, str], what: str) -> CompressError:
+    target, draft = names
+    return CompressError(
+        f"{draft} cannot draft for {target}: {what}; choose a draft that was made with the target's tokenizer"
+    )
+
+
+def _difference(
+    target: Any, draft: Any, ours: list[str | None], theirs: list[str | None]
+) -> tuple[str, str, str] | None:
+    """The first thing in which the two tokenizers differ, and how it is in each; None where there is none."""
+    for index, token in enumerate(ours):
+        other = theirs[index] if index < len(theirs) else None
+        if token != other:
+            return f"id {index}", _shown(token), _shown(other)
+    special, draft_special = _special(target), _special(draft)
     unequal = [index for index in special ^ draft_special if index < len(ours)]
     if unequal:
         first = min(unequal)
         kinds = ("special", "ordinary") if first in special else ("ordinary", "special")
-        raise differ(f"id {first} ({_shown(ours[first])})", *kinds)
-
+        return f"id {first} ({_shown(ours[first])})", *kinds
     for role in ROLES:
-        one, other = (getattr(tokenizer, f"{role}_token_id") for tokenizer in (target_tokenizer, draft_tokenizer))
-        if one != other:
-            raise differ(f"the {role} token", _named(ours, one), _named(theirs, other))
-
-    decoding, draft_decoding = _decoding(target_tokenizer), _decoding(draft_tokenizer)
+        ids = [getattr(tokenizer, f"{role}_token_id") for tokenizer in (target, draft)]
+        if ids[0] != ids[1]:
+            return f"the {role} token", _named(ours, ids[0]), _named(theirs, ids[1])
+    decoding, draft_decoding = _decoding(target), _decoding(draft)
     if decoding is not None and draft_decoding is not None:
         for key, value in decoding.items():
             if value != draft_decoding[key]:
-                raise differ(f"the tokenizer's {key}", json.dumps(value), json.dumps(draft_decoding[key]))
-
-    front, draft_front = _front(target_tokenizer), _front(draft_tokenizer)
-    if front != draft_front:
-        one, other = (", ".join(_named(theirs, index) for index in ids) or "nothing" for ids in (front, draft_front))
-        raise differ("what the tokenizer puts in front of a text", one, other)
-
-    for index in range(draft_vocab_size, min(len(ours), target_vocab_size)):
-        if ours[index] is not None:
-            raise refuse(
-                f"it has {draft_vocab_size} embeddings, none for id {index} ({_shown(ours[index])}), which {target} "
-                "may write"
-            )
-    shared = min(target_vocab_size, draft_vocab_size)
-    return min(shared, len(ours)) if len(theirs) > len(ours) else shared
+                return f"the tokenizer's {key}", json.dumps(value), json.dumps(draft_decoding[key])
+    fronts = [_front(tokenizer) for tokenizer in (target, draft)]
+    if fronts[0] != fronts[1]:
+        shown = [", ".join(_named(theirs, index) for index in ids) or "nothing" for ids in fronts]
+        return "what the tokenizer puts in front of a text", shown[0], shown[1]
+    return None
 
 
 def _tokens(tokenizer: Any) -> list[str | None]:

@@ -132,14 +132,14 @@ class Worker:
                 handle = self._waiting.popleft()
             try:
                 self._running[self._batch.join(handle.request)] = handle
-            except Exception as error:
+            except Exception as error:  # logged and told: a thread that died of it would leave everybody waiting
                 _log(error)
                 _tell(handle, Event([], error=error))
 
     def _step(self) -> None:
         try:
             texts = self._batch.step()
-        except Exception as error:  # whatever it was, those it hit must hear of it, and others be served
+        except Exception as error:  # logged, and told to those it hit; the others are served
             _log(error)
             self._fail_running(error)
             return

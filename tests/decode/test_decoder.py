@@ -8,6 +8,7 @@ from transformers import LlamaConfig
 
 from compressor.decode import Decoder
 from compressor.decode.decoder import FINAL, Feed
+from compressor.decode.linear import Linear
 from compressor.errors import CompressError
 from compressor.kernels import bf16_cpu
 
@@ -33,9 +34,12 @@ def test_every_family_gives_the_logits_of_transformers(kind):
 def test_in_bfloat16_it_is_as_near_to_float32_as_transformers(kind):
     exact = theirs(tiny.random_model(kind, dtype=torch.bfloat16).float()).logits[0]
     model = tiny.random_model(kind, dtype=torch.bfloat16)
-    error = (theirs(model).logits[0] - exact).norm()
+    other = theirs(model).logits[0]
+    error = (other - exact).norm()
     for pack in (False, True):
-        assert (logits(Decoder(model, pack=pack)).logits - exact).norm() < 1.3 * error
+        ours = logits(Decoder(model, pack=pack)).logits
+        assert (ours - exact).norm() < 1.3 * error
+        assert (ours - other).norm() < 2e-2 * other.norm()
 
 
 @pytest.mark.parametrize(
@@ -94,19 +98,25 @@ def test_texts_of_a_pass_do_not_see_each_other(kind):
     torch.testing.assert_close(together[1].logits[0], logits(decoder, IDS[:21]).logits[-1], atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.skipif(not bf16_cpu.fits(torch.zeros(1, dtype=torch.bfloat16)), reason="no bfloat16 oneDNN on this CPU")
 def test_packing_takes_the_weights_and_changes_only_the_rounding():
     model = tiny.random_model("qwen2", dtype=torch.bfloat16)  # its projections have biases
+    query = model.model.layers[0].self_attn.q_proj
+    fits = bf16_cpu.fits(query.weight)
     plain = logits(Decoder(model)).logits
     packed = Decoder(model, pack=True)
-    assert model.model.layers[0].self_attn.q_proj.weight is None
+    assert (query.weight is None) == fits  # a CPU without bfloat16 products runs the weights as they are
     assert (logits(packed).logits - plain).norm() / plain.norm() < 2e-2
-    linear = nn.Linear(64, 48).to(torch.bfloat16)
-    x = torch.randn(3, 64, dtype=torch.bfloat16)
-    ours = bf16_cpu.linear(x, bf16_cpu.pack(linear.weight, linear.bias))
-    wanted = bf16_cpu.reference(x, linear.weight, linear.bias)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 40])
+def test_linears_run_together_give_their_outputs_side_by_side(rows):
+    first, second = (nn.Linear(64, out).to(torch.bfloat16) for out in (48, 16))
+    x = torch.randn(rows, 64, dtype=torch.bfloat16)
+    wanted = torch.cat([bf16_cpu.reference(x, linear.weight, linear.bias) for linear in (first, second)], 1)
+    flipped = wanted.flip(1)
+    ours = Linear([first, second], pack=True)(x)
     torch.testing.assert_close(ours, wanted, atol=1e-2, rtol=2e-2)
-    assert not torch.allclose(ours, bf16_cpu.reference(x, linear.weight.flip(0)), atol=1e-2, rtol=2e-2)
+    assert not torch.allclose(ours, flipped, atol=1e-2, rtol=2e-2)
 
 
 def test_a_recurrent_layer_is_refused():

@@ -166,3 +166,13 @@ def test_sampling_from_what_is_no_distribution_is_refused():
             Law().sample(torch.tensor(bad, dtype=torch.float64), torch.Generator())
     with pytest.raises(ProbabilityError, match="nothing to sample"):
         draw(torch.zeros(3, dtype=torch.float64), torch.tensor(0.5, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_the_greedy_token_is_the_first_of_the_largest_also_without_a_law_of_the_text(dtype):
+    logits = torch.randn(49152, generator=torch.Generator().manual_seed(0)).to(dtype)  # bfloat16: many equal values
+    logits[[40_000, 123, 9_000]] = 7.0
+    assert LawState(Law(0.0), 49152).best(logits) == 123
+    for bad in (torch.nan, torch.inf):
+        with pytest.raises(ProbabilityError):
+            LawState(Law(0.0), 49152).best(logits.index_fill(0, torch.tensor(5), bad))

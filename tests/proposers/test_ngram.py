@@ -2,6 +2,7 @@ import random
 
 import pytest
 import torch
+from toys import Reads
 
 from compressor.decode import Law
 from compressor.decode.law import LawState
@@ -80,22 +81,6 @@ def test_another_session_does_not_see_the_text():
     assert first.propose(context([1, 2, 3, 1], 2)).tokens == (2, 3)
     assert second.propose(context([1, 2, 4, 1], 2)).tokens == (2, 4)
     assert first.propose(context([1, 2, 3, 1, 2], 2)).tokens == (3, 1)  # the first session goes on where it was
-
-
-class Reads(list):
-    """A history that counts its tokens as they are read, and can only be read by position."""
-
-    count = 0
-
-    def __getitem__(self, index):
-        found = super().__getitem__(index)
-        self.count += len(found) if isinstance(index, slice) else 1
-        return found
-
-    def _refuse(self, *_):
-        raise AssertionError("the whole history is read")
-
-    __iter__ = __eq__ = __contains__ = _refuse
 
 
 def test_a_call_reads_the_new_tokens_only():

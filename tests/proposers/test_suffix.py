@@ -4,6 +4,7 @@ import sys
 
 import pytest
 import torch
+from toys import Reads
 
 from compressor.decode import Law
 from compressor.decode.law import LawState
@@ -155,22 +156,6 @@ def test_another_session_does_not_see_the_text():
 def test_the_defaults_are_vllms():
     proposer = SuffixProposer()
     assert (proposer.max_tree_depth, proposer.max_spec_factor, proposer.min_token_prob) == (24, 1.0, 0.1)
-
-
-class Reads(list):
-    """A history that counts its tokens as they are read, and can only be read by position."""
-
-    count = 0
-
-    def __getitem__(self, index):
-        found = super().__getitem__(index)
-        self.count += len(found) if isinstance(index, slice) else 1
-        return found
-
-    def _refuse(self, *_):
-        raise AssertionError("the whole history is read")
-
-    __iter__ = __eq__ = __contains__ = _refuse
 
 
 def work(call, code: str) -> int:
