@@ -6,8 +6,9 @@
 QUESTIONS.jsonl is Spec-Bench's (question_id, category, turns). Two sets of its prompts, through the chat template,
 greedy, to the end of the answer or --tokens: "short" for plain decoding, "copying" (summarization and extraction) for
 n-gram speculation. Every engine answers a set once a round; the engines take turns at every prompt, so that what the
-machine does besides meets all of them alike, and a ratio is the median over rounds of the ratio within a round. Rates are tokens after the first by the time after the first; `total` includes the prompt.
-MODEL may be a checkpoint or a bundle; transformers is left out of a quantized one.
+machine does besides meets all of them alike, and a ratio is the median over rounds of the ratio within a round. Rates
+are tokens after the first by the time after the first; `total` includes the prompt. MODEL may be a checkpoint or a
+bundle; transformers is left out of a quantized one.
 """
 
 import argparse

@@ -17,7 +17,8 @@ import torch
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 from compressor import Bundle
-from compressor.decode import engine
+from compressor.decode import Decoder, engine
+from compressor.decode.decoder import Feed
 from compressor.evals.prompts import acceptance_prompts
 
 
@@ -31,24 +32,25 @@ def theirs(bundle: Bundle, dtype: torch.dtype):
     return model.eval()
 
 
-def errors(ours, other, prompts: list[torch.Tensor]) -> dict[str, float]:
+def errors(ours: Decoder, other, prompts: list[list[int]]) -> dict[str, float]:
     found = []
     with torch.no_grad():
         for ids in prompts:
-            expected = other(ids).logits.float()
-            found.append(((ours(ids).logits.float() - expected).norm() / expected.norm()).item())
+            expected = other(torch.tensor([ids])).logits[0].float()
+            (read,) = ours.forward([Feed(ids, ours.cache(len(ids)), rows=len(ids))])
+            found.append(((read.logits.float() - expected).norm() / expected.norm()).item())
     return {"mean": round(sum(found) / len(found), 6), "largest": round(max(found), 6)}
 
 
 def judge(bundle: Bundle, count: int) -> dict:
     dtype = bundle.passport.target.torch_dtype()
-    prompts = [torch.tensor([ids]) for ids in acceptance_prompts(bundle.tokenizer(), count)]
+    prompts = acceptance_prompts(bundle.tokenizer(), count)
     report: dict = {"bundle": str(bundle.path), "prompts": len(prompts)}
     stored = theirs(bundle, dtype)
     for kernel in ("dequantized", "auto"):
-        model = engine.load(bundle.path, dtype=dtype, kernel=kernel)
+        model = engine.decoder(bundle.path, dtype=dtype, kernel=kernel)
         report[f"{bundle.passport.target.dtype}, {kernel} kernel"] = errors(model, stored, prompts)
-    exact = engine.load(bundle.path, dtype=torch.float32, kernel="dequantized")
+    exact = engine.decoder(bundle.path, dtype=torch.float32, kernel="dequantized")
     report["float32, dequantized"] = errors(exact, torch.nn.Module.float(stored), prompts)  # its own .float() refuses
     return report
 
