@@ -284,3 +284,28 @@ def test_a_tensor_the_model_class_lacks_is_not_dropped_silently(tmp_path, rows, 
     made["proposer"]["kind"] = "none"
     with pytest.raises(CompressError, match=r"self_attn\.sinks' is not part of a llama"):
         run(tmp_path, Recipe.from_dict(made))
+
+
+@pytest.mark.parametrize("rule", ["exact", "typical"])
+def test_a_draft_model_is_measured_against_both_targets_and_a_lossy_rule_is_marked(tmp_path, rows, text, rule):
+    """The source as its own draft agrees with the baseline wholly, and with the quantized target less."""
+    source = tiny.save(tmp_path / "source", "llama-tied")
+    made = recipe(source, rows, text, quality=False).to_dict()
+    made["proposer"] |= {"kind": "draft", "path": str(source), "rule": rule, "branching": [2, 1]}
+    made["proposer"]["num_speculative_tokens"] = 2
+    made["measure"]["acceptance"] |= {"prompts": 4, "max_new_tokens": 24}
+    passport = run(tmp_path, Recipe.from_dict(made)).passport
+    baseline, quantized = sorted(passport.outcomes.acceptance, key=lambda row: row.target)
+    assert baseline.proposed > 0 and quantized.tau < baseline.tau <= 3
+    assert (baseline.accepted == baseline.proposed) or rule == "typical"
+    assert passport.verifier.lossy == (rule == "typical") == passport.verifier.rule.startswith("LOSSY")
+    assert passport.proposer.kind == "draft" and passport.proposer.settings["branching"] == [2, 1]
+
+
+def test_a_proposer_that_is_not_there_is_refused_before_any_work(tmp_path, rows, text):
+    source = tiny.save(tmp_path / "source", "llama-tied")
+    made = recipe(source, rows, text, quality=False).to_dict()
+    made["proposer"] |= {"kind": "medusa", "path": str(tmp_path / "nowhere")}
+    with pytest.raises(UsageError, match="proposer medusa: .*nowhere holds no config.json"):
+        run(tmp_path, Recipe.from_dict(made))
+    assert not (tmp_path / "bundle").exists()

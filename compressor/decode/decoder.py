@@ -100,15 +100,8 @@ class Decoder:
         """
         spans, positions = spans_of(feeds, self.device)
         tokens = torch.tensor([token for feed in feeds for token in feed.tokens], device=self.device)
-        x = self.embed(tokens)
-        rope = self.rope(x, positions)
-        states = {0: x} if 0 in features else {}
-        for index, (layer, kind) in enumerate(zip(self.layers, self.layer_types, strict=True)):
-            x = layer(x, rope[kind], spans, index)
-            if index + 1 in features:
-                states[index + 1] = x
-        x = self.norm(x)
-        states[FINAL] = x
+        states = self.states(tokens, positions, spans, features)
+        x = states[FINAL]
         wanted = torch.cat([x[span.end - feed.rows : span.end] for feed, span in zip(feeds, spans, strict=True)])
         logits = self.logits(wanted).split([feed.rows for feed in feeds])
         beside = torch.cat([states[k] for k in features], -1) if features else None
@@ -116,6 +109,20 @@ class Decoder:
             Pass(row, None if beside is None else beside[span.start : span.end])
             for row, span in zip(logits, spans, strict=True)
         ]
+
+    def states(
+        self, tokens: Tensor, positions: Tensor, spans: list[Span], features: Sequence[int] = ()
+    ) -> dict[int, Tensor]:
+        """The states [N, hidden] of `tokens` int64 [N] that `features` names, and `FINAL` in any case. Keys and values
+        are written behind the valid part of every span's cache."""
+        x = self.embed(tokens)
+        rope = self.rope(x, positions)
+        states = {0: x}
+        for index, (layer, kind) in enumerate(zip(self.layers, self.layer_types, strict=True)):
+            x = layer(x, rope[kind], spans, index)
+            if index + 1 in features:
+                states[index + 1] = x
+        return states | {FINAL: self.norm(x)}
 
     def embed(self, tokens: Tensor) -> Tensor:
         """int64 [N] → [N, hidden]."""

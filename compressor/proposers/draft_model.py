@@ -8,7 +8,7 @@ from torch import Tensor
 
 from compressor.decode.decoder import Decoder
 from compressor.errors import UsageError
-from compressor.proposers.base import NOTHING, ROOT, Context, Draft
+from compressor.proposers.base import FINAL, NOTHING, ROOT, Context, Draft
 from compressor.proposers.drafting import check_branching, grow
 from compressor.proposers.nodes import NodeCache, Rows
 
@@ -48,11 +48,8 @@ class DraftModelProposer:
     def read(self, tokens: Sequence[int], rows: Rows, count: int) -> Tensor:
         """Logits [count, target_vocab_size] after the last `count` of `tokens`."""
         decoder = self.decoder
-        x = decoder.embed(torch.tensor(tokens, device=decoder.device))
-        rope = decoder.rope(x, rows.positions)
-        for index, (layer, kind) in enumerate(zip(decoder.layers, decoder.layer_types, strict=True)):
-            x = layer(x, rope[kind], [rows], index)
-        logits = decoder.logits(decoder.norm(x[-count:]))
+        states = decoder.states(torch.tensor(tokens, device=decoder.device), rows.positions, [rows])
+        logits = decoder.logits(states[FINAL][-count:])
         full = logits.new_full((count, self.target_vocab_size), -torch.inf)
         full[:, : self.vocabulary] = logits[:, : self.vocabulary]
         return full
