@@ -20,6 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import psutil
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
@@ -107,11 +108,20 @@ def vllm(python: str, model: str, spec: dict | None) -> Engine:
     assert worker.stdout is not None and worker.stdin is not None
     if not worker.stdout.readline():
         raise SystemExit(f"{' '.join(command)}: did not start")
+    parent = psutil.Process(worker.pid)
+    family = [parent, *parent.children(recursive=True)]
 
     def run(rows: list[list[int]], tokens: int) -> list[Run]:
+        for process in family:
+            process.resume()
         print(json.dumps({"token_ids": rows, "max_new_tokens": tokens}), file=worker.stdin, flush=True)
-        return json.loads(worker.stdout.readline())  # type: ignore[union-attr]
+        answer = worker.stdout.readline()  # type: ignore[union-attr]
+        for process in family:  # its processes poll while they wait, at the expense of the others
+            process.suspend()
+        return json.loads(answer)
 
+    for process in family:
+        process.suspend()
     return run
 
 
@@ -218,6 +228,8 @@ def main() -> None:
     }
     everything = json.loads(args.out.read_text()) if args.out.exists() else {}
     args.out.write_text(json.dumps({**everything, args.name: result}, indent=1) + "\n")
+    for child in psutil.Process().children(recursive=True):
+        child.kill()
     print(json.dumps({key: result[key] for key in ("tokens_per_second", "ratio_of_decode_rates")}, indent=1))
 
 

@@ -58,9 +58,9 @@ def generate(decoder: Decoder, proposer: Proposer | None, ids: list[int], tokens
         batch.step()
     if text.error is not None:
         raise text.error
-    held = text.cache.length
+    held = min(text.cache.length, len(ids) + len(text.output.token_ids))  # it may know tokens beyond the limit
     fresh = decoder.cache(held)
-    decoder.forward([Feed((ids + text.output.token_ids)[:held], fresh)])
+    decoder.forward([Feed((ids + text.output.token_ids)[:held], fresh)])  # all of it in one pass
     pairs = [(text.cache.keys[:, :, :held], fresh.keys), (text.cache.values[:, :, :held], fresh.values)]
     norms = [((old - new).flatten(1).norm(dim=1) / new.flatten(1).norm(dim=1)).max().item() for old, new in pairs]
     worst = [max(norms), max((old - new).abs().max().item() for old, new in pairs)]

@@ -120,12 +120,19 @@ class Attention:
     def _attend(self, queries: Tensor, keys: Tensor, values: Tensor, span: Span) -> Tensor:
         """queries [n, heads, d]; keys, values [kv_heads, S, d] → [n, heads · d].
 
-        The queries of one key head become rows of one matrix, so that keys are read once and never repeated.
+        The queries of one key head become rows of one matrix, so that keys are read once for all of them. A single
+        token has too few rows for that to be worth a second thread's idling: its heads are worked on apart.
         """
         count, group = span.count, self.heads // self.kv_heads
+        mask = span.mask(self.window, group, queries.dtype, queries.device)
+        if count == 1 and mask is None:
+            apart = queries.view(1, self.heads, 1, self.head_dim)
+            mixed = F.scaled_dot_product_attention(
+                apart, keys[None], values[None], scale=self.scaling, enable_gqa=group > 1
+            )
+            return mixed.view(1, -1)
         rows = queries.view(count, self.kv_heads, group, self.head_dim).permute(1, 2, 0, 3)
         rows = rows.reshape(1, self.kv_heads, group * count, self.head_dim)
-        mask = span.mask(self.window, group, queries.dtype, queries.device)
         mixed = F.scaled_dot_product_attention(rows, keys[None], values[None], attn_mask=mask, scale=self.scaling)
         return mixed.view(self.kv_heads, group, count, self.head_dim).permute(2, 0, 1, 3).reshape(count, -1)
 
