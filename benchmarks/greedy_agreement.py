@@ -58,9 +58,10 @@ def generate(decoder: Decoder, proposer: Proposer | None, ids: list[int], tokens
         batch.step()
     if text.error is not None:
         raise text.error
-    held = min(text.cache.length, len(ids) + len(text.output.token_ids))  # it may know tokens beyond the limit
+    known = ids + text.output.token_ids  # the cache may hold more: what was accepted beyond the limit
+    held = min(text.cache.length, len(known))
     fresh = decoder.cache(held)
-    decoder.forward([Feed((ids + text.output.token_ids)[:held], fresh)])  # all of it in one pass
+    decoder.forward([Feed(known[:held], fresh)])  # all of it in one pass
     pairs = [(text.cache.keys[:, :, :held], fresh.keys), (text.cache.values[:, :, :held], fresh.values)]
     norms = [((old - new).flatten(1).norm(dim=1) / new.flatten(1).norm(dim=1)).max().item() for old, new in pairs]
     worst = [max(norms), max((old - new).abs().max().item() for old, new in pairs)]
