@@ -306,6 +306,6 @@ def test_a_proposer_that_is_not_there_is_refused_before_any_work(tmp_path, rows,
     source = tiny.save(tmp_path / "source", "llama-tied")
     made = recipe(source, rows, text, quality=False).to_dict()
     made["proposer"] |= {"kind": "medusa", "path": str(tmp_path / "nowhere")}
-    with pytest.raises(UsageError, match="proposer medusa: .*nowhere holds no config.json"):
+    with pytest.raises(UsageError, match=r"proposer medusa: .*nowhere holds no config\.json"):
         run(tmp_path, Recipe.from_dict(made))
     assert not (tmp_path / "bundle").exists()
