@@ -188,7 +188,7 @@ def main() -> None:
     torch.set_num_threads(2)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     sets = {
-        "short": prompts(args.questions, tokenizer, SHORT, 1),
+        "short": prompts(args.questions, tokenizer, SHORT, 3),
         "copying": prompts(args.questions, tokenizer, COPYING, 3),
     }
     running = engines(args)
