@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-OP = "mkldnn::_linear_pointwise"
 USUAL_ROWS = 16
 """Input rows that the layout is chosen for; it serves any number."""
 INSTEAD_OF_ONE = 4

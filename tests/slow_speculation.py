@@ -229,3 +229,9 @@ class _Twin:
         if twins.worst < 1e-5:
             assert (draft.tokens, draft.parents) == (again.tokens, again.parents)
         return draft
+
+
+def read_in_pieces(monkeypatch, size):
+    """From here on a pass reads at most `size` tokens of a text."""
+    for module in ("decode.batch", "proposers.draft_model", "proposers.recurrent"):
+        monkeypatch.setattr(f"compressor.{module}.CHUNK", size)

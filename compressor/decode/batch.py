@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from compressor.decode import rejection
-from compressor.decode.decoder import Decoder, Feed, Pass
+from compressor.decode.decoder import CHUNK, Decoder, Feed, Pass
 from compressor.decode.law import Law, LawState
 from compressor.decode.length import Fixed, Length
 from compressor.errors import CompressError, UsageError
@@ -20,7 +20,8 @@ RULES = ("exact", "typical")
 
 @dataclass
 class Output:
-    """What one text's generation produced. A cycle is one pass of the target; the first one reads the prompt.
+    """What one text's generation produced. A cycle is one pass of the target that gives tokens; the first one reads the
+    prompt.
 
     - `token_ids`: the new tokens only, cut after the first end-of-sequence token and at the length limit.
     - `proposals`: one tuple a cycle, the proposed token ids; empty where nothing was proposed (always the first cycle).
@@ -29,7 +30,7 @@ class Output:
     - `accepted_per_position`: one tuple a cycle with a 1 or 0 for every proposed position (in a tree: level), in order:
       ones, then zeros from the first rejection on. So ``sum(entry)`` is the number accepted, the mean over entries that
       have position i is the unconditional rate engines report, and among entries with ones at all earlier positions it
-      is the conditional rate.
+      is the conditional rate. A tree proposes a level where any of its nodes lies there.
     - `stop`: "eos", "length", or "grammar" where the grammar's text is complete.
 
     Every cycle is verified in full, also the last: its counts include tokens that the length limit or an end of
@@ -72,7 +73,8 @@ class Request:
 
 
 class Text:
-    """A request in progress. `fresh` are the tokens of the last step; `error` is why it ended early, if it did."""
+    """A request in progress. `fresh` are the tokens of the last step, none while a long prompt is read; `error` is why
+    it ended early, if it did."""
 
     def __init__(self, request: Request, decoder: Decoder, proposer: Proposer | None) -> None:
         self.request = request
@@ -91,16 +93,23 @@ class Text:
         self.fresh: list[int] = []
         self.draft, self.draft_seconds = NOTHING, 0.0
         self.done = False
-        self.error: CompressError | None = None
+        self.error: Exception | None = None
+
+    @property
+    def reading(self) -> bool:
+        """Whether the next pass reads prompt."""
+        return not self.output.cycles
 
     def feed(self) -> Feed:
+        if len(self.pending) > CHUNK:  # more than a pass reads: nothing is drafted yet
+            return Feed(self.pending[:CHUNK], self.cache)
         tokens = [*self.pending, *self.draft.tokens]
         return Feed(tokens, self.cache, self.draft.parents, len(self.draft.tokens) + 1)
 
     def propose(self, k: int, confidence: float, vocab_size: int) -> None:
         """Draft what may follow; nothing in the first cycle, which only reads the prompt, as in engines."""
         self.draft, start = NOTHING, time.perf_counter()
-        if self.session is not None and k > 0 and self.output.cycles:
+        if self.session is not None and k > 0 and not self.reading:
             context = Context(self.history, k, self.law, self.generator, self.features, confidence)
             self.draft = self.session.propose(context)
             self.features = None
@@ -110,18 +119,24 @@ class Text:
     def advance(self, result: Pass, rule: str) -> int:
         """Verify the draft by the target's logits, commit what stands; returns how many levels were accepted."""
         draft = self.draft
+        if len(self.pending) > CHUNK:
+            self._keep(result, CHUNK, [])
+            self.pending, self.fresh = self.pending[CHUNK:], []
+            return 0
         path, token = self._verify(result.logits, rule)
         read, self.pending = len(self.pending), [] if token is None else [token]
-        rows = [read + node for node in path]
-        self.cache.keep(read, rows)
-        if result.features is not None:
-            kept = torch.cat([result.features[:read], result.features[rows]])
-            self.features = kept if self.features is None else torch.cat([self.features, kept])
+        self._keep(result, read, [read + node for node in path])
         self.output.note(draft, len(path))
         self._emit([draft.tokens[node] for node in path] + self.pending)
         if token is None and not self.done:
             self.done, self.output.stop = True, "grammar"
         return len(path)
+
+    def _keep(self, result: Pass, read: int, rows: list[int]) -> None:
+        self.cache.keep(read, rows)
+        if result.features is not None:
+            kept = torch.cat([result.features[:read], result.features[rows]])
+            self.features = kept if self.features is None else torch.cat([self.features, kept])
 
     def _verify(self, logits: torch.Tensor, rule: str) -> tuple[list[int], int | None]:
         law, draft = self.law, self.draft
@@ -154,6 +169,8 @@ class Text:
         self.output.token_ids += self.fresh
         if not self.done:
             self.law.commit(self.fresh)
+            if self.law.closed(()):
+                self.done, self.output.stop = True, "grammar"
 
 
 class Batch:
@@ -198,17 +215,20 @@ class Batch:
     @torch.inference_mode()
     def step(self) -> list[Text]:
         """One cycle of every text; returns them, each with its `fresh` tokens. The finished ones have left. An error
-        that belongs to one text (a faulty draft, a law that allows nothing) ends that text and is its `error`."""
+        in one text's drafting or verification ends that text alone and is its `error`."""
         texts, k = list(self.texts), self.length.choose()
         for text in texts:
             self._guarded(text, self._draft, k)
         running = [text for text in texts if text.error is None]
+        settled = not any(text.reading for text in running)  # reading a prompt says nothing about the cost of a cycle
         start = time.perf_counter()
         reads = tuple(self.proposer.features) if self.proposer is not None else ()
         results = self.decoder.forward([text.feed() for text in running], reads) if running else []
         seconds = time.perf_counter() - start
+        cycles: list[tuple[int, int]] = []
         for text, result in zip(running, results, strict=True):
-            self._guarded(text, self._advance, result, seconds)
+            self._guarded(text, self._advance, result, cycles)
+        self.length.record(cycles, (sum(text.draft_seconds for text in running), seconds) if settled else None)
         for text in texts:
             if text.done or text.error is not None:
                 self.leave(text)
@@ -220,17 +240,16 @@ class Batch:
             k = min(k, positions - len(text.history))  # the last proposal still needs a position of its own
         text.propose(k, self.length.confidence, self.decoder.vocab_size)
 
-    def _advance(self, text: Text, result: Pass, seconds: float) -> None:
-        prompt = not text.output.cycles
-        drafted = max(text.draft.depths, default=0)
+    def _advance(self, text: Text, result: Pass, cycles: list[tuple[int, int]]) -> None:
+        drafted, reading = max(text.draft.depths, default=0), text.reading
         accepted = text.advance(result, self.rule)
-        if not prompt:  # reading a prompt says nothing about the cost of a cycle
-            self.length.record(drafted, accepted, text.draft_seconds, seconds)
+        if not reading:
+            cycles.append((drafted, accepted))
 
     def _guarded(self, text: Text, action, *args) -> None:
         try:
             action(text, *args)
-        except CompressError as error:
+        except Exception as error:  # kept for the caller; the texts beside it have nothing to do with it
             text.fresh, text.error = [], error
 
 

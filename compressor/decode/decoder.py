@@ -16,6 +16,7 @@ from torch import Tensor
 from compressor.decode.cache import SequenceCache
 from compressor.decode.layers import Layer, Norm, Span
 from compressor.decode.linear import Linear
+from compressor import models
 from compressor.errors import CompressError
 from compressor.proposers.base import FINAL, ROOT
 
@@ -24,6 +25,9 @@ ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 STATIC_ROPE = {"default", "linear", "llama3", "yarn", "proportional", "longrope"}
 """Rotary embeddings whose table does not change with the length of the text. longrope's changes once: see
 `Decoder.max_length`."""
+CHUNK = 512
+"""Tokens of a text that one pass reads at most: the mask of its attention has as many rows as tokens, and a column for
+every position before them."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +62,8 @@ class Decoder:
         pack: lay the bfloat16 weights out for this CPU (`Linear`) and take them away from `model`, which cannot be used
             afterwards. Faster, and no second copy.
 
-    Raises CompressError for a model whose layers cannot be rolled back or whose rotary embedding depends on the length
-    of the text.
+    Raises CompressError for a model of an unknown family, and for one whose layers cannot be rolled back or whose rotary
+    embedding depends on the length of the text.
     """
 
     def __init__(self, model: Any, *, pack: bool = False) -> None:
@@ -178,6 +182,7 @@ def _tree(parents: Sequence[int], committed: int) -> tuple[list[int], Tensor]:
 
 
 def _check(config) -> None:
+    models.get(config.model_type)  # another family's block may look the same and compute something else
     stateful = set(getattr(config, "layer_types", None) or ()) - ATTENTION_LAYERS
     if stateful:
         raise CompressError(

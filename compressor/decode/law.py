@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from compressor.decode.sampling import ProbabilityError, check_probabilities, draw
+from compressor.decode.sampling import ProbabilityError
 from compressor.errors import UsageError
 
 
@@ -40,7 +40,7 @@ class Law:
     - `top_p` in (0, 1]; 1 is off. The smallest set of most probable tokens with mass ≥ `top_p` stays; among logits tied
       at the boundary those stay that `torch.sort` puts last, as in `TopPLogitsWarper`.
     - `min_p` in [0, 1]; 0 is off. Tokens less probable than `min_p` times the most probable one are dropped.
-    - `repetition_penalty` > 0; 1 is off. The logit of every token that the text holds already, prompt included, is
+    - `repetition_penalty` in [0.001, 1000]; 1 is off. The logit of every token that the text holds already, prompt included, is
       divided by it where positive and multiplied where negative (Keskar et al., 2019).
     - `grammar` None or a compiled grammar: tokens that it forbids after the text are dropped before anything is ranked.
 
@@ -68,8 +68,8 @@ class Law:
         if not _is_number(self.min_p) or not 0 <= self.min_p <= 1:
             raise UsageError(f"min_p: {self.min_p!r} is not a number in [0, 1]; 0 switches it off")
         penalty = self.repetition_penalty
-        if not _is_number(penalty) or not math.isfinite(penalty) or penalty <= 0:
-            raise UsageError(f"repetition_penalty: {penalty!r} is not a number > 0; 1 switches it off")
+        if not _is_number(penalty) or not 1e-3 <= penalty <= 1e3:
+            raise UsageError(f"repetition_penalty: {penalty!r} is not a number in [0.001, 1000]; 1 switches it off")
 
     @property
     def greedy(self) -> bool:
@@ -94,7 +94,7 @@ class Law:
             best = scores.argmax(-1, keepdim=True)  # the first maximum
             return torch.zeros_like(scores).scatter_(-1, best, 1.0)
         if self.temperature != 1:
-            scores = scores / self.temperature
+            scores = self._tempered(scores)
         if self.top_k is not None:
             kth = scores.topk(min(self.top_k, scores.shape[-1])).values[..., -1:]
             scores = scores.masked_fill(scores < kth, -torch.inf)
@@ -127,10 +127,11 @@ class Law:
             raise ProbabilityError("logits: NaN, +inf, or a row without any allowed token")
         return scores
 
-    def sample(self, probs: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        """`probs` [..., V] → token ids [...], int64. Raises ProbabilityError for a row that is no distribution."""
-        probs = check_probabilities("probs", probs)
-        return draw(probs, torch.rand(probs.shape[:-1], generator=generator, dtype=torch.float64))
+    def _tempered(self, scores: torch.Tensor) -> torch.Tensor:
+        scaled = scores / self.temperature
+        if torch.isfinite(scaled.amax(-1)).all():
+            return scaled
+        return (scores - scores.amax(-1, keepdim=True)) / self.temperature  # only differences count, and these fit
 
 
 class LawState:

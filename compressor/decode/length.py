@@ -3,6 +3,7 @@
 Whatever decides, it decides before a token is drawn, from what lies in the past: so both keep the output's law.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -29,8 +30,9 @@ class Length(Protocol):
 
     def choose(self) -> int: ...
 
-    def record(self, drafted: int, accepted: int, draft_seconds: float, target_seconds: float) -> None:
-        """One text's cycle: levels drafted and accepted, and the time that drafting and the target's pass took."""
+    def record(self, cycles: Sequence[tuple[int, int]], seconds: tuple[float, float] | None) -> None:
+        """One step of all texts: the levels drafted and accepted of each, and the time that all drafting and the
+        target's pass took together; None where the pass also read a prompt."""
         ...
 
 
@@ -47,7 +49,7 @@ class Fixed:
     def choose(self) -> int:
         return self.limit
 
-    def record(self, drafted: int, accepted: int, draft_seconds: float, target_seconds: float) -> None:
+    def record(self, cycles: Sequence[tuple[int, int]], seconds: tuple[float, float] | None) -> None:
         pass
 
 
@@ -76,8 +78,8 @@ class Adaptive:
     """The depth with the most expected tokens a second, by this run's own acceptance and cost.
 
     Expected tokens of depth k are 1 + Σ Π a_i over the conditional acceptance rates seen at each position; seconds are
-    a line through the measured passes of the target plus one through the measured drafting (compressor.measure.
-    economics states the formulas). `confidence` is the acceptance below which one more drafted token costs more time
+    a line through the measured passes of the target plus one through the measured drafting of a step, all texts of a
+    batch together (compressor.measure.economics states the formulas). `confidence` is the acceptance below which one more drafted token costs more time
     than it saves at the current rate.
     """
 
@@ -123,10 +125,14 @@ class Adaptive:
     def _seconds(self, k: int) -> float:
         return self._target.at(k + 1) + (self._draft.at(k) if k else 0.0)
 
-    def record(self, drafted: int, accepted: int, draft_seconds: float, target_seconds: float) -> None:
-        for i in range(min(accepted + 1, drafted, self.limit)):
-            self._accepted[i] = DECAY * self._accepted[i] + (i < accepted)
-            self._reached[i] = DECAY * self._reached[i] + 1
-        self._target.add(drafted + 1, target_seconds)
-        if drafted:
-            self._draft.add(drafted, draft_seconds)
+    def record(self, cycles: Sequence[tuple[int, int]], seconds: tuple[float, float] | None) -> None:
+        for drafted, accepted in cycles:
+            for i in range(min(accepted + 1, drafted, self.limit)):
+                self._accepted[i] = DECAY * self._accepted[i] + (i < accepted)
+                self._reached[i] = DECAY * self._reached[i] + 1
+        if seconds is None or not cycles:
+            return
+        depth = sum(drafted for drafted, _ in cycles) / len(cycles)
+        self._target.add(depth + 1, seconds[1])
+        if depth:
+            self._draft.add(depth, seconds[0])

@@ -15,6 +15,8 @@ from compressor.proposers.base import ROOT, Draft
 
 __all__ = ["ProbabilityError", "accept_or_correct", "follow", "typical", "verify"]
 
+EPSILON, DELTA = 0.09, 0.3
+"""Medusa's own settings of its typical acceptance."""
 LawAt = Callable[[int], torch.Tensor | None]
 """node → the target's law [V] float64 after it (`ROOT`: after the history); None where nothing can follow."""
 
@@ -138,14 +140,12 @@ def follow(draft: Draft, choose: Callable[[int], int | None]) -> tuple[list[int]
         node = match
 
 
-def typical(
-    draft: Draft, law_at: LawAt, generator: torch.Generator, *, epsilon: float = 0.09, delta: float = 0.3
-) -> tuple[list[int], int | None]:
+def typical(draft: Draft, law_at: LawAt, generator: torch.Generator) -> tuple[list[int], int | None]:
     """Medusa's typical acceptance: LOSSY, the output does not have the target's law.
 
-    A node is accepted if its parent is and p(x) > min(epsilon, delta·exp(-H(p))), with H the entropy of p in nats; the
+    A node is accepted if its parent is and p(x) > min(EPSILON, DELTA·exp(-H(p))), with H the entropy of p in nats; the
     deepest accepted node wins (the first one of several), and the next token is drawn from p after it. (Cai et al.,
-    "Medusa", 2024, section 3.3; its defaults.) Where nothing is accepted this is plain sampling.
+    "Medusa", 2024, section 3.3.) Where nothing is accepted this is plain sampling.
     """
     best: list[int] = []
     laws: dict[int, torch.Tensor | None] = {}
@@ -162,7 +162,7 @@ def typical(
         p = law(draft.parent(node)) if above is not None else None
         if above is None or p is None:
             continue
-        threshold = min(epsilon, delta * float(torch.exp(torch.special.entr(p).sum().neg())))
+        threshold = min(EPSILON, DELTA * float(torch.exp(torch.special.entr(p).sum().neg())))
         if p[token] > threshold:
             paths[node] = [*above, node]
             if len(paths[node]) > len(best):

@@ -81,4 +81,5 @@ class Runner:
             batch.step()
             if text.error is not None:
                 raise text.error
-            yield text.fresh, text.output
+            if text.fresh or text.done:  # none while a long prompt is read
+                yield text.fresh, text.output

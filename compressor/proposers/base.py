@@ -16,6 +16,8 @@ ROOT = -1
 """The parent of a draft's first nodes: the last committed token."""
 FINAL = -1
 """The target's state after its final norm, as an entry of `Proposer.features`."""
+MAX_NODES = 64
+"""Nodes a draft may have: room for them is set aside in every cache."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +37,6 @@ class Draft:
     tokens: tuple[int, ...]
     parents: tuple[int, ...] | None = None
     q: torch.Tensor | None = None
-
-    @property
-    def is_chain(self) -> bool:
-        return self.parents is None
 
     def parent(self, node: int) -> int:
         return node - 1 if self.parents is None else self.parents[node]

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from compressor.decode.decoder import Decoder
+from compressor.decode.decoder import CHUNK, Decoder
 from compressor.errors import UsageError
 from compressor.proposers.base import FINAL, NOTHING, ROOT, Context, Draft
 from compressor.proposers.drafting import check_branching, grow
@@ -75,9 +75,11 @@ class DraftModelSession:
         self._lost = self._lost or max(new) >= proposer.decoder.vocab_size
         if room < 1 or self._lost:
             return NOTHING
-        rows = nodes.text(len(new))
-        root = proposer.read(new, rows, 1)[0]
-        nodes.add(rows)
+        for start in range(0, len(new), CHUNK):
+            part = new[start : start + CHUNK]
+            rows = nodes.text(len(part))
+            root = proposer.read(part, rows, 1)[0]
+            nodes.add(rows)
 
         def expand(draft: Draft, level: list[int]) -> Tensor:
             rows = nodes.nodes(draft, level, len(history) - 1)

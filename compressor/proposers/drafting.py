@@ -55,8 +55,10 @@ def grow(
             laws += [] if law is None else [law] * len(tokens)
         draft = Draft(tuple(chosen), tuple(parents))
         front = [node for node in new if not context.law.ends(draft.path(node))]
-        if branching is None and laws and float(laws[-1][chosen[-1]]) < context.confidence:
-            front = []  # the doubtful token itself stays: dropping it would change the law
+        if branching is None and new and context.confidence > 0:
+            own = laws[-1] if laws else logits[0].float().softmax(-1)  # a greedy law says nothing about doubt
+            if float(own[chosen[-1]]) < context.confidence:
+                front = []  # the doubtful token itself stays: dropping it would change the law
         if not front or level == len(levels) - 1:
             break
         logits = expand(draft, front)

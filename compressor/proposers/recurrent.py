@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from compressor.decode.cache import SequenceCache
+from compressor.decode.decoder import CHUNK
 from compressor.errors import CompressError
 from compressor.proposers.base import ROOT, Context, Draft
 from compressor.proposers.drafting import grow
@@ -71,6 +72,12 @@ class HeadSession:
             count = 0 if features is None else len(features)
             raise CompressError(f"the proposer got {count} states of the target for {len(new)} new tokens")
         self._read = len(context.history)
+        for start in range(0, len(new), CHUNK):
+            state = self._read_rows(new[start : start + CHUNK], features[start : start + CHUNK])
+        return self._head.logits(state)[0]
+
+    def _read_rows(self, new: list[int], features: Tensor) -> Tensor:
+        """The first module's state [1, width] after the last of `new`."""
         hidden = handed = self._head.enter(features)
         tokens = torch.tensor(new, device=hidden.device)
         before = self._handed[ROOT]
@@ -89,7 +96,7 @@ class HeadSession:
             after[index] = handed[-1]
             tops.append(top[-1:])
         self._handed = {ROOT: after}
-        return self._head.logits(tops[0])[0]
+        return tops[0]
 
     def _expand(self, draft: Draft, nodes: list[int], length: int) -> Tensor:
         """Logits [len(nodes), V] after nodes of one level, and the rows that later levels look back at."""

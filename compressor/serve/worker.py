@@ -59,6 +59,7 @@ class Worker:
         if max_batch < 1:
             raise UsageError(f"max_batch: {max_batch} is not a positive number")
         self.decoder = runner.decoder
+        self.lossy = runner.rule != "exact"
         self.max_batch = max_batch
         self._batch = runner.batch()
         self._counters = Counters()
@@ -139,7 +140,7 @@ class Worker:
     def _step(self) -> None:
         try:
             texts = self._batch.step()
-        except Exception as error:  # logged, and told to those it hit; the others are served
+        except Exception as error:  # the pass itself: logged, and told to all of its texts; those that wait are served
             _log(error)
             self._fail_running(error)
             return
@@ -147,15 +148,18 @@ class Worker:
         for text in texts:
             ended = text.done or text.error is not None
             handle = self._running.pop(text) if ended else self._running[text]
-            told.append((handle, Event(text.fresh, text.output.stop if text.done else None, text.error)))
+            if text.fresh or ended:
+                told.append((handle, Event(text.fresh, text.output.stop if text.done else None, text.error)))
             self._count(text)
+            if text.error is not None:
+                _log(text.error)
         for handle, event in told:
             _tell(handle, event)
 
     def _count(self, text: Text) -> None:
         counters = self._counters
         counters.requests += text.done
-        if text.error is None:
+        if text.error is None and not text.reading:
             proposed = len(text.output.proposals[-1])
             counters.cycles += 1
             counters.tokens += len(text.fresh)

@@ -4,7 +4,7 @@ import pytest
 import tiny_models as tiny
 import torch
 from torch import nn
-from transformers import LlamaConfig
+from transformers import AutoModelForCausalLM, GraniteConfig, LlamaConfig, MixtralConfig
 
 from compressor.decode import Decoder
 from compressor.decode.decoder import FINAL, Feed
@@ -68,6 +68,14 @@ def test_scaled_rotary_embeddings_are_those_of_transformers(rope):
 def test_a_rotary_embedding_that_changes_with_the_text_is_refused():
     model = tiny.random_model("llama", rope_parameters={"rope_theta": 1e4, "rope_type": "dynamic", "factor": 2.0})
     with pytest.raises(CompressError, match="rope_type 'dynamic' changes with the length"):
+        Decoder(model)
+
+
+@pytest.mark.parametrize("config", [GraniteConfig, MixtralConfig])
+def test_a_family_that_only_looks_like_a_known_one_is_refused(config):
+    """Granite's block has the names of Llama's, and scales its residuals."""
+    model = AutoModelForCausalLM.from_config(config(**tiny.SHAPE))
+    with pytest.raises(CompressError, match=config.model_type):
         Decoder(model)
 
 

@@ -10,7 +10,7 @@ from transformers import (
 
 from compressor.decode import Law
 from compressor.decode.law import LawState
-from compressor.decode.sampling import ProbabilityError, draw
+from compressor.decode.sampling import ProbabilityError, check_probabilities, draw
 from compressor.errors import UsageError
 
 
@@ -100,6 +100,12 @@ def test_zero_temperature_is_the_first_of_the_largest():
     assert probs.tolist() == [[0, 1, 0], [1, 0, 0]]
 
 
+@pytest.mark.parametrize("temperature", [1e-310, 1e-30])
+def test_a_temperature_near_zero_is_nearly_greedy_and_does_not_overflow(temperature):
+    logits = torch.tensor([[500.0, -torch.inf, 499.0], [-3.0, -3.0, -800.0]])
+    assert Law(temperature).probs(logits).tolist() == [[1, 0, 0], [0.5, 0.5, 0]]
+
+
 def test_forbidden_tokens_get_no_probability():
     probs = Law(top_p=0.99).probs(torch.tensor([1.0, -torch.inf, 0.5]))
     assert probs[1] == 0 and probs.sum() == pytest.approx(1)
@@ -126,6 +132,7 @@ def test_unusable_logits_are_refused(bad, law):
         {"min_p": -0.1},
         {"min_p": 1.5},
         {"repetition_penalty": 0},
+        {"repetition_penalty": 1e-308},
         {"repetition_penalty": float("inf")},
     ],
 )
@@ -134,14 +141,17 @@ def test_fields_outside_their_range_are_refused_by_name(fields):
         Law(**fields)
 
 
-def test_samples_follow_the_probabilities_and_the_seed():
+def uniforms(seed: int) -> torch.Tensor:
+    return torch.rand(40_000, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def test_samples_follow_the_probabilities_and_the_uniforms():
     probs = torch.tensor([0.5, 0.0, 0.3, 0.2], dtype=torch.float64).expand(40_000, 4)
-    tokens = Law().sample(probs, torch.Generator().manual_seed(1))
+    tokens = draw(probs, uniforms(1))
     counts = tokens.bincount(minlength=4) / len(tokens)
     assert counts[1] == 0
     assert torch.allclose(counts.double(), probs[0], atol=0.01)
-    assert torch.equal(tokens, Law().sample(probs, torch.Generator().manual_seed(1)))
-    assert not torch.equal(tokens, Law().sample(probs, torch.Generator().manual_seed(2)))
+    assert torch.equal(tokens, draw(probs, uniforms(1))) and not torch.equal(tokens, draw(probs, uniforms(2)))
 
 
 @pytest.mark.parametrize("uniform", [0.0, 1 - 2.0**-53])
@@ -163,7 +173,7 @@ def test_rounding_up_to_the_total_still_draws_a_possible_token():
 def test_sampling_from_what_is_no_distribution_is_refused():
     for bad in ([0.5, 0.4], [1.1, -0.1], [torch.nan, 1.0]):
         with pytest.raises(ProbabilityError):
-            Law().sample(torch.tensor(bad, dtype=torch.float64), torch.Generator())
+            check_probabilities("p", torch.tensor(bad, dtype=torch.float64))
     with pytest.raises(ProbabilityError, match="nothing to sample"):
         draw(torch.zeros(3, dtype=torch.float64), torch.tensor(0.5, dtype=torch.float64))
 

@@ -19,7 +19,7 @@ def settled(
                 break
             credit[accepted] -= 1
             accepted += 1
-        length.record(k, accepted, draft * k, target + per_token * k)
+        length.record([(k, accepted)], (draft * k, target + per_token * k))
         chosen.append(k)
     usual = chosen[-3 * PROBE_EVERY :]
     return length, sorted(usual)[len(usual) // 2]

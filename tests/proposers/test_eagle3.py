@@ -163,6 +163,14 @@ def full_vocabulary(own_head=True):
     return raw(draft_vocab_size=None), stored
 
 
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_a_prompt_read_in_pieces_gives_the_same_run(size, target, tmp_path, monkeypatch):
+    proposer = Eagle3Proposer.load(write(tmp_path / "head", tensors(), raw()), Decoder(target), TREE)
+    slow.read_in_pieces(monkeypatch, size)
+    found = slow.run(Decoder(target), proposer, PROMPT, new=15, k=3)
+    assert found == slow.speculate(*reference(target, tensors()), PROMPT, branching=TREE, new=15, k=3)
+
+
 @pytest.mark.parametrize(
     ("kind", "branching"), [*((kind, None) for kind in HEADS_OF), ("raw", TREE), ("speculators", TREE)]
 )

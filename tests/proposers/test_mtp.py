@@ -146,6 +146,15 @@ def test_a_run_equals_the_slow_reference(layout, count, branching, temperature, 
         assert found.token_ids == Runner(decoder).generate(PROMPT, 12, Law(0.0), 0, ()).token_ids
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_prompt_read_in_pieces_gives_the_same_run(size, tmp_path, monkeypatch):
+    stored = modules("deepseek", 3)
+    model, decoder, proposer = loaded(write(tmp_path / "model", stored))
+    slow.read_in_pieces(monkeypatch, size)
+    found = slow.run(decoder, proposer, PROMPT, new=12, k=4)
+    assert found == slow.speculate(*reference(model, stored, "deepseek", 3), PROMPT, new=12, k=4)
+
+
 @pytest.mark.parametrize(("layout", "count"), CASES)
 @pytest.mark.parametrize("prompt", [[7], [7, 3]])
 def test_a_text_shorter_than_the_modules_look_back_equals_the_reference(layout, count, prompt, tmp_path):

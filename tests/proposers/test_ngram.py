@@ -68,7 +68,7 @@ def test_the_latest_match_would_be_another_choice():
 
 def test_the_choice_is_a_deterministic_chain_and_says_so():
     draft = NgramProposer().session().propose(context([1, 2, 1], 3))
-    assert draft.tokens == (2, 1) and draft.q is None and draft.is_chain
+    assert draft.tokens == (2, 1) and draft.q is None and draft.parents is None
 
 
 def test_the_proposer_asks_for_no_states_of_the_target():

@@ -142,7 +142,7 @@ def test_a_draft_has_k_tokens_at_most():
 
 def test_the_choice_is_a_deterministic_chain_and_says_so():
     found = SuffixProposer().session().propose(context([1, 2, 1], 3))
-    assert found.tokens == (2,) and found.q is None and found.is_chain
+    assert found.tokens == (2,) and found.q is None and found.parents is None
     assert SuffixProposer().features == ()
 
 
