@@ -22,7 +22,7 @@ quickstart: $(VENV)/.base
 	$(BIN)/compress recipes/quickstart.yaml --out $(OUT)
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n logical --dist worksteal
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

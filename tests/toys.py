@@ -111,8 +111,23 @@ class TableDecoder:
         return passes
 
 
+LENGTH = 3
+LAWS = {
+    "temperature": Law(temperature=0.8),
+    "top-k": Law(temperature=1.3, top_k=3),
+    "top-p": Law(temperature=1.3, top_p=0.85),
+    "min-p": Law(temperature=1.2, min_p=0.15),
+    "repetition penalty": Law(temperature=1.1, repetition_penalty=1.8),
+    "all": Law(temperature=1.2, top_k=3, top_p=0.95, min_p=0.02, repetition_penalty=1.4),
+}
+
+
 def table_logits(text) -> torch.Tensor:
     return TARGET[text[-2], text[-1]]
+
+
+def law_of(law, stops=()):
+    return continuations(table_logits, PROMPT, law, LENGTH, VOCABULARY, stops)
 
 
 class TableProposer:

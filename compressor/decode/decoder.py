@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compressor import models
 from compressor.decode.cache import SequenceCache
 from compressor.decode.layers import Layer, Norm, Span
 from compressor.decode.linear import Linear
-from compressor import models
 from compressor.errors import CompressError
 from compressor.proposers.base import FINAL, ROOT
 
@@ -62,8 +62,8 @@ class Decoder:
         pack: lay the bfloat16 weights out for this CPU (`Linear`) and take them away from `model`, which cannot be used
             afterwards. Faster, and no second copy.
 
-    Raises CompressError for a model of an unknown family, and for one whose layers cannot be rolled back or whose rotary
-    embedding depends on the length of the text.
+    Raises CompressError for a model of an unknown family, and for one whose layers cannot be rolled back or whose
+    rotary embedding depends on the length of the text.
     """
 
     def __init__(self, model: Any, *, pack: bool = False) -> None:

@@ -40,8 +40,8 @@ class Law:
     - `top_p` in (0, 1]; 1 is off. The smallest set of most probable tokens with mass ≥ `top_p` stays; among logits tied
       at the boundary those stay that `torch.sort` puts last, as in `TopPLogitsWarper`.
     - `min_p` in [0, 1]; 0 is off. Tokens less probable than `min_p` times the most probable one are dropped.
-    - `repetition_penalty` in [0.001, 1000]; 1 is off. The logit of every token that the text holds already, prompt included, is
-      divided by it where positive and multiplied where negative (Keskar et al., 2019).
+    - `repetition_penalty` in [0.001, 1000]; 1 is off. The logit of every token that the text holds already, prompt
+      included, is divided by it where positive and multiplied where negative (Keskar et al., 2019).
     - `grammar` None or a compiled grammar: tokens that it forbids after the text are dropped before anything is ranked.
 
     The last two depend on the text: `LawState` carries it. The same law applies to the target and to a proposer with

@@ -79,8 +79,8 @@ class Adaptive:
 
     Expected tokens of depth k are 1 + Σ Π a_i over the conditional acceptance rates seen at each position; seconds are
     a line through the measured passes of the target plus one through the measured drafting of a step, all texts of a
-    batch together (compressor.measure.economics states the formulas). `confidence` is the acceptance below which one more drafted token costs more time
-    than it saves at the current rate.
+    batch together (compressor.measure.economics states the formulas). `confidence` is the acceptance below which one
+    more drafted token costs more time than it saves at the current rate.
     """
 
     limit: int = 8

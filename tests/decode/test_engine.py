@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig, GenerationConfig
 
 from compressor import formats
+from compressor.checkpoint.inventory import Inventory
 from compressor.checkpoint.weights import Weights
 from compressor.decode import Law, Runner, engine
 from compressor.errors import CompressError, UsageError
@@ -134,7 +135,7 @@ Q = "model.layers.1.self_attn.q_proj."
     ("damage", "name", "says"),
     [
         (drop, "model.norm.weight", "'model.norm.weight' is missing"),
-        (drop, "lm_head.weight", "'lm_head.weight' is missing"),
+        (drop, "lm_head.weight", "tie_word_embeddings false, but there is no lm_head.weight"),
         (drop, Q + "weight_packed", Q + "weight' is missing|" + Q + "weight_"),
         (drop, Q + "weight_scale", Q.strip(".") + ": weight_scale is missing"),
         (add, "model.layers.1.extra", "'model.layers.1.extra' is not part of a llama"),
@@ -160,6 +161,15 @@ def test_tensors_of_an_mtp_module_are_left_alone(tmp_path):
     extra |= {"mtp.fc.weight": torch.zeros(64, 128), "mtp.norm.weight": torch.zeros(64)}
     write(tmp_path, {**tensors, **extra})
     assert not any("mtp" in name for name, _ in engine.load(tmp_path).named_parameters())
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_the_shards_are_listed_once(tmp_path, monkeypatch, quantized):
+    _ = bundle(tmp_path) if quantized else tiny.save(tmp_path)
+    listed, real = [], Inventory.read
+    monkeypatch.setattr(Inventory, "read", lambda folder: listed.append(folder) or real(folder))
+    engine.load(tmp_path)
+    assert listed == [tmp_path]
 
 
 def test_a_packed_layer_of_another_shape_or_name_is_refused(tmp_path):
