@@ -17,10 +17,12 @@ Proposer = Annotated[
 Length = Annotated[str, typer.Option("--k", metavar="N|auto", help="Tokens drafted a cycle; auto finds what pays.")]
 Branching = Annotated[
     str | None,
-    typer.Option(metavar="N,N,…", help="Draft a tree: children a node, level by level.", show_default="a chain"),
+    typer.Option(
+        metavar="N,N,…", help="Draft a tree: children a node, level by level; at most k levels.", show_default="a chain"
+    ),
 ]
 Rule = Annotated[str, typer.Option(help="exact, or typical: Medusa's acceptance, which CHANGES the law of the output.")]
-Kernel = Annotated[str, typer.Option(help="auto, cpu-int4, or dequantized.")]
+Kernel = Annotated[str, typer.Option(help="auto, cpu-int4, or dequantized; also of a draft model.")]
 
 
 def generate(

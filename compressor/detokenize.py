@@ -18,15 +18,32 @@ class Detokenizer:
 
     A character whose bytes are spread over several tokens comes when it is complete; bytes that never become one are
     replacement characters, as in `tokenizer.decode`. The work for a token does not grow with the text.
+
+    Args:
+        after: the tokens that the text continues, whose own text is not given out. Without them it is a text of its
+            own, at whose beginning some tokenizers (Llama 2, Mistral) take a space away.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, after: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._window: list[int] = []  # the last tokens, those whose text is out among them
         self._out = 0  # characters of the window's text that are out
+        for token in reversed(after[-LONGEST_WAIT:]):
+            text = self._decode([token])
+            # Any token with a text will do, as long as it is whole: bytes of a half character would become part of
+            # this text as soon as its own bytes complete or contradict them.
+            if text and REPLACEMENT not in text:
+                self._window, self._out = [token], len(text)
+                break
 
-    def add(self, tokens: Sequence[int]) -> str:
-        """The text that has become certain with `tokens`."""
+    def add(self, tokens: Sequence[int], stop: str | None = None) -> str:
+        """The text that has become certain with `tokens`.
+
+        `stop`: how the text ends with them, as `Output.stop` says it. With "eos" the last one has ended the text and
+        is not part of it, also where the tokenizer does not know it as special.
+        """
+        if stop == "eos":
+            tokens = tokens[:-1]
         return "".join(self._add(tokens[i : i + CONTEXT]) for i in range(0, len(tokens), CONTEXT))
 
     def _add(self, tokens: Sequence[int]) -> str:

@@ -1,5 +1,7 @@
 """One answer from a bundle, for the command line."""
 
+import json
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,14 +9,14 @@ from pathlib import Path
 from typing import Any, cast
 
 from compressor.bundle import Bundle
+from compressor.bundle.api import check_settings
 from compressor.decode import Adaptive, Law, Runner
 from compressor.decode.law import Grammar
 from compressor.decode.length import Length
 from compressor.detokenize import Detokenizer
 from compressor.errors import UsageError
+from compressor.proposers.base import MAX_NODES
 from compressor.text import is_unicode
-
-LARGEST_K = 64
 
 
 @dataclass(frozen=True)
@@ -32,27 +34,34 @@ class Settings:
 
 
 def settings(proposer: str, k: str, branching: str | None, rule: str, kernel: str) -> Settings:
-    """The settings as the command line spells them. Raises UsageError."""
-    return Settings(proposer, _length(k), _branching(branching), rule, kernel)
+    """The settings as the command line spells them. Raises UsageError for what no bundle could be run with."""
+    levels = _branching(branching)
+    made = Settings(proposer, _length(k, levels), levels, rule, kernel)
+    check_settings(made.k, levels, rule, kernel)
+    return made
 
 
-def _length(text: str) -> int | Length:
-    """`--k`: a number from 1 to `LARGEST_K`, or `auto`. Raises UsageError."""
-    if text == "auto":
-        return Adaptive()
-    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= LARGEST_K:
-        raise UsageError(f"--k {text}: neither a number from 1 to {LARGEST_K} nor auto")
+def _length(text: str, branching: tuple[int, ...] | None) -> int | Length:
+    """`--k`: a number from 1 to `MAX_NODES`, or `auto`. Raises UsageError."""
+    if text == "auto":  # of a tree it decides how many levels are drafted
+        return Adaptive() if branching is None else Adaptive(len(branching))
+    if not _is_size(text):
+        raise UsageError(f"--k {text}: neither a number from 1 to {MAX_NODES} nor auto")
     return int(text)
 
 
 def _branching(text: str | None) -> tuple[int, ...] | None:
-    """`--branching`: positive numbers, as in 3,2,1. Raises UsageError."""
+    """`--branching`: numbers from 1 to `MAX_NODES`, as in 3,2,1. Raises UsageError."""
     if text is None:
         return None
     parts = text.split(",")
-    if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
-        raise UsageError(f"--branching {text}: not a list of positive numbers, as in 3,2,1")
-    return tuple(int(part) for part in parts)
+    if not all(map(_is_size, parts)):
+        raise UsageError(f"--branching {text}: not a list of numbers from 1 to {MAX_NODES}, as in 3,2,1")
+    return tuple(map(int, parts))
+
+
+def _is_size(text: str) -> bool:
+    return re.fullmatch("[0-9]{1,4}", text) is not None and 1 <= int(text) <= MAX_NODES
 
 
 def generate(
@@ -72,22 +81,23 @@ def generate(
 
     The prompt goes through the tokenizer's chat template as one user message, unless `raw` or there is none.
     `sampling` are the fields of `Law`; `json_schema` is a file.
-    Keys: ``text``, ``token_ids``, ``prompt_tokens``, ``chat_template`` (whether it was used), ``lossy`` (whether the
-    acceptance rule changes the law), ``cycles``, ``accepted_per_position`` (one entry a cycle), ``tokens_per_cycle``,
-    ``stop``, ``seconds``, ``tokens_per_second``.
+    Keys: ``text`` (without the token that ended it), ``token_ids`` (with it), ``prompt_tokens``, ``chat_template``
+    (whether it was used), ``lossy`` (whether the acceptance rule changes the law), ``cycles``,
+    ``accepted_per_position`` (one entry a cycle), ``tokens_per_cycle``, ``stop``, ``seconds``, ``tokens_per_second``.
     Raises CompressError for a bundle that cannot be read, UsageError for settings the runner refuses.
     """
     Law(**sampling)  # refuses before anything is loaded
+    schema = None if json_schema is None else _schema(json_schema)
     bundle = Bundle.open(path)
     tokenizer = bundle.tokenizer()
     ids, chat = _encode(tokenizer, prompt, raw)
     runner = settings.runner(bundle)
-    law = Law(**sampling, grammar=_grammar(runner, tokenizer, json_schema, regex))
-    text, words = Detokenizer(tokenizer), []
+    law = Law(**sampling, grammar=_grammar(runner, tokenizer, schema, regex))
+    text, words = Detokenizer(tokenizer, after=() if chat else ids), []
     start = time.perf_counter()
     for step in runner.stream(ids, max_new_tokens, law, seed):
         fresh, output = step
-        words.append(text.add(fresh))
+        words.append(text.add(fresh, output.stop))
         write(words[-1])
     words.append(text.finish())
     write(words[-1])
@@ -118,16 +128,25 @@ def _encode(tokenizer: Any, prompt: str, raw: bool) -> tuple[list[int], bool]:
     return cast(list[int], ids), True
 
 
-def _grammar(runner: Runner, tokenizer: Any, json_schema: Path | None, regex: str | None) -> Grammar | None:
+def _schema(file: Path) -> str:
+    """The text of `--json-schema`. Raises UsageError for a file that cannot be read or is not JSON."""
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8"
+        raise UsageError(f"--json-schema {file}: cannot be read ({reason})") from None
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"--json-schema {file}: not JSON ({error}); give a JSON Schema") from None
+    return text
+
+
+def _grammar(runner: Runner, tokenizer: Any, schema: str | None, regex: str | None) -> Grammar | None:
     from compressor.decode import grammar
 
     stops, size = runner.decoder.stops, runner.decoder.vocab_size
-    if json_schema is not None:
-        try:
-            schema = json_schema.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or "not UTF-8"
-            raise UsageError(f"--json-schema {json_schema}: cannot be read ({reason})") from None
+    if schema is not None:
         return grammar.json_schema(schema, tokenizer, size, stops)
     return None if regex is None else grammar.regex(regex, tokenizer, size, stops)
 

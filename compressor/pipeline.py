@@ -208,7 +208,7 @@ def measure_acceptance(state: Run, model: torch.nn.Module, folder: Path, target:
     decoder = Decoder(model)
     choice = load.parse(spec.name, folder, spec.branching)
     window = {"prompt_lookup_min": spec.prompt_lookup_min, "prompt_lookup_max": spec.prompt_lookup_max}
-    proposer = load.build(choice, decoder, folder, window if spec.kind == "ngram" else None)
+    proposer = load.build(choice, decoder, folder, window)
     token_ids = evaluation_prompts.acceptance_prompts(state.tokenizer, settings.prompts)
     with state.ui.progress(f"acceptance, {target} target", len(token_ids)) as progress:
         return acceptance.measure(

@@ -169,9 +169,16 @@ class Proposer(Section):
         "source's own modules), or none.",
     )
     path: str | None = Field(default=None, min_length=1, description="draft, medusa, eagle3: the folder.")
-    num_speculative_tokens: int = Field(default=3, ge=1, description="Tokens drafted a cycle (k); levels of a tree.")
+    num_speculative_tokens: int = Field(
+        default=3,
+        ge=1,
+        description="Tokens drafted a cycle (k); levels of a tree.",
+        json_schema_extra=lambda schema: schema.update(maximum=_max_nodes()),
+    )
     branching: list[Annotated[int, Field(ge=1)]] | None = Field(
-        default=None, min_length=1, description="draft, medusa, eagle3, mtp: children a node, one number a level."
+        default=None,
+        min_length=1,
+        description="draft, medusa, eagle3, mtp: children a node, one number a level, at most k numbers.",
     )
     rule: Literal["exact", "typical"] = Field(
         default="exact", description="exact, or typical: Medusa's acceptance, which changes the law of the output."
@@ -189,6 +196,16 @@ class Proposer(Section):
             raise _refuse("path", self.path, reason)
         if self.branching is not None and self.kind in ("ngram", "suffix", "none"):
             raise _refuse("branching", self.branching, f"kind {self.kind} drafts no tree; remove it")
+        return self
+
+    @model_validator(mode="after")
+    def _draft_fits(self) -> Self:
+        from compressor.proposers import load  # brings in torch: only when a recipe is checked
+
+        found = load.misfit(self.num_speculative_tokens, self.branching)
+        if found is not None:
+            key, reason = found
+            raise _refuse(key, getattr(self, key), reason)
         return self
 
     @property
@@ -336,6 +353,12 @@ def _format_names() -> list[str]:
     from compressor import formats  # brings in torch: only when a recipe is checked
 
     return formats.names()
+
+
+def _max_nodes() -> int:
+    from compressor.proposers.base import MAX_NODES  # brings in torch: only when the schema is made
+
+    return MAX_NODES
 
 
 def schema_text() -> str:

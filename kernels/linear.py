@@ -16,6 +16,12 @@ TOLERANCE = 1e-2
 bfloat16 alone gives up to 2⁻⁸ of it."""
 
 
+def check_kernel(name: str) -> None:
+    """Raises UsageError for a name that is not among `KERNELS`."""
+    if name not in KERNELS:
+        raise UsageError(f"kernel: {name!r} is not one of {', '.join(KERNELS)}")
+
+
 class PackedLinear(nn.Module):
     """y = x·Wᵀ + bias with W stored in a quantized format.
 
@@ -52,8 +58,7 @@ class PackedLinear(nn.Module):
         activations: bool = False,
     ) -> None:
         super().__init__()
-        if kernel not in KERNELS:
-            raise UsageError(f"kernel: {kernel!r} is not one of {', '.join(KERNELS)}")
+        check_kernel(kernel)
         self.fmt = fmt
         codes, grid = fmt.unpack(tensors)
         self.out_features, self.in_features = codes.shape

@@ -434,15 +434,17 @@ def test_generate_prints_the_text_as_it_grows_and_how_it_was_made(bundle, monkey
     from compressor.decode import Output
 
     tokenizer = tiny.tokenizer()
-    words = tokenizer("né").input_ids
+    words = tokenizer("né!").input_ids  # the last one is the model's end of text, and no special token
 
     class Runner:
+        stop = "eos"
+
         def stream(self, ids, max_new_tokens, law, seed):
             assert (max_new_tokens, seed, law.temperature, law.top_k) == (4, 7, 0.5, 9)
             assert (law.top_p, law.min_p, law.repetition_penalty) == (0.9, 0.1, 1.2)
             Runner.prompt = tokenizer.decode(ids)
             yield words[:1], Output()
-            yield words[1:], Output(words, accepted_per_position=[(), (1, 0)], stop="eos")
+            yield words[1:], Output(words, accepted_per_position=[(), (1, 0)], stop=Runner.stop)
 
     def runner(self, proposer, k, *, branching, rule, kernel):
         assert (proposer, k, branching, rule, kernel) == ("mtp", 2, (3, 1), "typical", "dequantized")
@@ -458,11 +460,34 @@ def test_generate_prints_the_text_as_it_grows_and_how_it_was_made(bundle, monkey
     result = call(*words_)
     assert (result.exit_code, result.stdout) == (0, "né\n"), result.output
     assert Runner.prompt == "<s>user\nHello</s>\n<s>assistant\n"
-    assert "3 tokens in 2 cycles, 1.50 a cycle, accepted 1.00/.00" in result.stderr
+    assert "4 tokens in 2 cycles, 1.50 a cycle, accepted 1.00/.00" in result.stderr
     assert "LOSSY acceptance" in result.stderr
     answer = json.loads(call(*words_, "--raw", "--json", "-").stdout)
     assert (answer["prompt_tokens"], answer["chat_template"], answer["lossy"]) == (5, False, True)
     assert answer["accepted_per_position"] == [[], [1, 0]] and answer["text"] == "né"
+    assert answer["token_ids"] == words
+    Runner.stop = "length"  # the same token ends nothing
+    assert call(*words_).stdout == "né!\n"
+
+
+@pytest.mark.parametrize(("options", "text"), [(["--raw"], " w5 w6"), ([], "w5 w6")], ids=["continued", "answered"])
+def test_generate_keeps_the_space_between_a_raw_prompt_and_what_follows(bundle, monkeypatch, options, text):
+    import tiny_models as tiny
+
+    from compressor.bundle import Bundle
+    from compressor.decode import Output
+
+    class Runner:
+        decoder = SimpleNamespace(stops=frozenset(), vocab_size=8)
+
+        def stream(self, *arguments):
+            yield [5], Output()
+            yield [6], Output([5, 6], accepted_per_position=[(), ()])
+
+    monkeypatch.setattr(Bundle, "tokenizer", lambda self: tiny.sentencepiece(["▁w3", "▁w4", "▁w5", "▁w6", "x"]))
+    monkeypatch.setattr(Bundle, "runner", lambda *arguments, **options: Runner())
+    result = call("generate", "bundle", "--prompt", "x", *options)
+    assert (result.exit_code, result.stdout) == (0, f"{text}\n"), result.output
 
 
 @pytest.mark.parametrize(
@@ -470,8 +495,18 @@ def test_generate_prints_the_text_as_it_grows_and_how_it_was_made(bundle, monkey
     [
         ("--k", "0", "neither a number from 1 to 64 nor auto"),
         ("--k", "many", "neither a number from 1 to 64 nor auto"),
-        ("--branching", "3,0", "not a list of positive numbers"),
+        ("--k", "65", "neither a number from 1 to 64 nor auto"),
+        ("--k", "9" * 5000, "neither a number from 1 to 64 nor auto"),
+        ("--branching", "3,0", "not a list of numbers from 1 to 64"),
+        ("--branching", "3," + "9" * 5000, "not a list of numbers from 1 to 64"),
         ("--branching", "3,2", "drafts one chain, no tree"),
+        ("--branching", "9,9,9", "branching: 9,9,9: its tree has more than the 64 nodes that a draft can have"),
+        ("--branching", "2,1,1,1", "its 4 levels are more than num_speculative_tokens (k), which is 3"),
+        ("--rule", "medusa", "rule: 'medusa' is not one of exact, typical"),
+        ("--kernel", "gpu", "kernel: 'gpu' is not one of auto, cpu-int4, dequantized"),
+        ("--json-schema", "nowhere", "--json-schema nowhere: cannot be read (No such file or directory)"),
+        ("--json-schema", ".", "--json-schema .: cannot be read (Is a directory)"),
+        ("--json-schema", "bundle/notes", "--json-schema bundle/notes: not JSON (Expecting value: line 1 column 1"),
         ("--proposer", "eagle9", "proposer 'eagle9' is unknown"),
         ("--proposer", "draft", "name the draft model's folder"),
         ("--proposer", "draft:nowhere", "nowhere holds no config.json"),
@@ -481,10 +516,60 @@ def test_generate_prints_the_text_as_it_grows_and_how_it_was_made(bundle, monkey
     ],
 )
 def test_generate_refuses_before_anything_is_loaded(bundle, monkeypatch, option, value, says):
+    (bundle / "notes").write_text("a colour and an animal")
     monkeypatch.setattr("compressor.decode.engine.load", None)
     monkeypatch.setattr("compressor.bundle.Bundle.tokenizer", lambda self: __import__("tiny_models").tokenizer())
     result = call("generate", "bundle", "--prompt", "x", option, value)
     assert result.exit_code == 2 and says in " ".join(result.stderr.split()), result.output
+
+
+def test_generate_loads_what_it_has_no_reason_to_refuse(bundle, monkeypatch):
+    monkeypatch.setattr("compressor.decode.engine.load", None)
+    monkeypatch.setattr("compressor.bundle.Bundle.tokenizer", lambda self: __import__("tiny_models").tokenizer())
+    (bundle / "schema.json").write_text("{}")
+    options = ["--proposer", "mtp", "--k", "2", "--branching", "4,15", "--rule", "typical", "--kernel", "cpu-int4"]
+    result = call("generate", "bundle", "--prompt", "x", *options, "--json-schema", "bundle/schema.json")
+    assert isinstance(result.exception, TypeError)  # None is not callable
+
+
+SERVE_REFUSES = [
+    ("--k", "65", "--k 65: neither a number from 1 to 64 nor auto"),
+    ("--branching", "9,9,9", "branching: 9,9,9: its tree has more than the 64 nodes that a draft can have"),
+    ("--branching", "2,1,1,1", "its 4 levels are more than num_speculative_tokens (k), which is 3"),
+    ("--rule", "medusa", "rule: 'medusa' is not one of exact, typical"),
+    ("--kernel", "gpu", "kernel: 'gpu' is not one of auto, cpu-int4, dequantized"),
+    ("--host", "x..y", "--host x..y: neither an address nor a host name"),
+]
+
+
+@pytest.mark.parametrize(("option", "value", "says"), SERVE_REFUSES)
+def test_serve_refuses_before_the_bundle_is_opened(monkeypatch, option, value, says):
+    opened = []
+    monkeypatch.setattr("compressor.bundle.Bundle.open", lambda path: opened.append(path) or 1 / 0)
+    result = call("serve", "bundle", option, value)
+    assert result.exit_code == 2 and says in " ".join(result.stderr.split()), result.output
+    assert not opened
+    assert isinstance(call("serve", "bundle", "--port", "0").exception, ZeroDivisionError) and opened
+
+
+@pytest.mark.parametrize(("option", "value", "says"), [("--proposer", "eagle9", "'eagle9' is unknown")])
+def test_serve_refuses_before_the_model_is_loaded(bundle, monkeypatch, option, value, says):
+    monkeypatch.setattr("compressor.decode.engine.load", None)
+    monkeypatch.setattr("compressor.bundle.Bundle.tokenizer", lambda self: None)
+    result = call("serve", "bundle", "--port", "0", option, value)
+    assert result.exit_code == 2 and says in result.stderr, result.output
+    assert isinstance(call("serve", "bundle", "--port", "0").exception, TypeError)
+
+
+@pytest.mark.parametrize(
+    ("k", "branching", "deepest"),
+    [("auto", None, 8), ("auto", "3,2", 2), ("auto", "1," * 9 + "1", 10), ("5", "3,2", 5)],
+)
+def test_an_automatic_length_chooses_among_the_levels_of_the_tree(k, branching, deepest):
+    from compressor import generation
+
+    made = generation.settings("mtp", k, branching, "exact", "auto")
+    assert (made.k if k != "auto" else made.k.limit) == deepest
 
 
 def test_generate_refuses_a_law_outside_its_range(bundle):

@@ -69,6 +69,7 @@ def test_the_shipped_schema_is_generated_from_the_classes():
         {"quantization": {"damping": 0}},
         {"calibration": {"rows": "many"}},
         {"source": {}},
+        {"proposer": {"num_speculative_tokens": 65}},
     ],
 )
 def test_the_schema_refuses_what_the_classes_refuse(change):
@@ -173,6 +174,11 @@ def test_an_exponent_without_a_point_is_a_number(write):
     assert Recipe.load(write(BASE + "quantization: {damping: 5e-3}\n")).quantization.damping == 0.005
 
 
+@pytest.mark.parametrize("draft", ["{num_speculative_tokens: 64}", "{kind: mtp, branching: [4, 15]}"])
+def test_the_largest_drafts_are_accepted(write, draft):
+    assert Recipe.load(write(f"{BASE}proposer: {draft}\n"))
+
+
 def test_overrides_are_yaml_and_win_over_the_file(write):
     path = write(BASE + "quantization: {format: nvfp4}\n")
     recipe = Recipe.load(path, ["quantization.format=mxfp4", "run.seed=7", "quantization.ignore=['*.o_proj']"])
@@ -264,6 +270,10 @@ REFUSED = {
     "proposer: {kind: draft}": "proposer.path: missing; kind draft needs it",
     "proposer: {path: head}": "proposer.path: 'head' is not allowed: kind ngram does not use it; remove it",
     "proposer: {branching: [2, 1]}": "proposer.branching: [2, 1] is not allowed: kind ngram drafts no tree; remove it",
+    "proposer: {num_speculative_tokens: 65}": "proposer.num_speculative_tokens: 65 is not allowed: a draft can have 64",
+    "proposer: {kind: mtp, branching: [9, 9, 9]}": "proposer.branching: [9, 9, 9] is not allowed: its tree has",
+    "proposer: {kind: mtp, branching: [4, 16]}": "more than the 64 nodes that a draft can have; lower it",
+    "proposer: {kind: mtp, branching: [2, 1, 1, 1]}": "4 levels are more than num_speculative_tokens (k), which is 3",
     "proposer: {kind: mtp, branching: [2, 0]}": "proposer.branching[1]: 0 is not allowed; must be at least 1",
     "measure: {quality: {kind: text}}": "measure.quality.path: missing; kind text needs it",
     "measure: {quality: 4, acceptance: 3}": "among kind, path, rows, length (and 1 more)",

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
@@ -56,8 +56,6 @@ def tokenizer() -> PreTrainedTokenizerFast:
     vocab |= {f"<extra_{i}>": i for i in range(len(vocab), VOCABULARY)}
     inner = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    from tokenizers import decoders
-
     inner.decoder = decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(
         tokenizer_object=inner, unk_token="<unk>", bos_token="<s>", eos_token="</s>", pad_token="</s>"
@@ -66,6 +64,18 @@ def tokenizer() -> PreTrainedTokenizerFast:
         "{% for m in messages %}<s>{{ m['role'] }}\n{{ m['content'] }}</s>\n{% endfor %}"
         "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
     )
+    return fast
+
+
+def sentencepiece(words: list[str]) -> PreTrainedTokenizerFast:
+    """A tokenizer of `words` behind <unk>, <s> and </s> that decodes like Llama 2's: ▁ is a space, bytes <0x…> make up
+    characters, and a text's first space is taken away."""
+    vocab = {word: i for i, word in enumerate(["<unk>", "<s>", "</s>", *words])}
+    inner = Tokenizer(models.BPE(vocab, [], unk_token="<unk>", fuse_unk=True))
+    strip = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    inner.decoder = decoders.Sequence(strip)
+    fast = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+    fast.chat_template = "{% for m in messages %}<s>{{ m['content'] }}{% endfor %}"
     return fast
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Self
 from compressor.bundle import card, report, signing
 from compressor.bundle.passport import FILE_NAME, Passport
 from compressor.bundle.verify import verify
-from compressor.errors import CompressError, naming
+from compressor.errors import CompressError, UsageError, naming
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -63,24 +63,45 @@ class Bundle:
             proposer: `ngram` (with the passport's window), `suffix`, `mtp`,
                 `draft:FOLDER`, `medusa:FOLDER`, `eagle3:FOLDER`, or `none`.
             num_speculative_tokens: tokens proposed a cycle, or a `compressor.decode.Adaptive` that decides.
-            kernel: `auto`, or `dequantized` for plain matrices.
+            kernel: of target and draft model: `auto` takes the packed kernel where there is one; `cpu-int4` raises
+                CompressError for a packed layer that it cannot run; `dequantized` makes plain matrices.
             branching: children a node, one number a level, for proposers that draft trees.
             rule: `exact`, or `typical` for Medusa's LOSSY acceptance.
+
+        Raises UsageError, before anything is loaded, for an argument that is not one of these, a draft that is too
+        large (`compressor.proposers.base.MAX_NODES`), or more levels than tokens a cycle.
         """
         from compressor.decode import engine
         from compressor.decode.runner import Runner
         from compressor.proposers import load
 
         choice = load.parse(proposer or "none", self.path, branching)
+        check_settings(num_speculative_tokens, branching, rule, kernel)
         try:
             dtype = self.passport.target.torch_dtype()
         except CompressError as error:
             raise CompressError(f"{self.path / FILE_NAME}: {error}") from None
         decoder = engine.decoder(self.path, dtype=dtype, kernel=kernel)
         recorded = self.passport.proposer
-        settings = {key: recorded.settings[key] for key in WINDOW if isinstance(recorded.settings.get(key), int)}
-        built = load.build(choice, decoder, self.path, settings if choice.kind == recorded.kind == "ngram" else None)
+        window = {key: recorded.settings[key] for key in WINDOW if isinstance(recorded.settings.get(key), int)}
+        built = load.build(choice, decoder, self.path, window if recorded.kind == "ngram" else None, kernel=kernel)
         return Runner(decoder, built, num_speculative_tokens, rule)
+
+
+def check_settings(
+    num_speculative_tokens: int | Length, branching: Sequence[int] | None, rule: str, kernel: str
+) -> None:
+    """Refuse what `Bundle.runner` could not run, whichever bundle and proposer it is. Raises UsageError."""
+    from compressor.decode.batch import RULES
+    from compressor.decode.length import Fixed
+    from compressor.kernels.linear import check_kernel
+    from compressor.proposers import load
+
+    k = num_speculative_tokens
+    load.check_size((Fixed(k) if isinstance(k, int) else k).limit, branching)
+    if rule not in RULES:
+        raise UsageError(f"rule: {rule!r} is not one of {', '.join(RULES)}")
+    check_kernel(kernel)
 
 
 def finish(staging: str | os.PathLike, passport: Passport, private_key: str | os.PathLike) -> None:

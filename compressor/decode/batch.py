@@ -11,10 +11,9 @@ from compressor.decode.decoder import CHUNK, Decoder, Feed, Pass
 from compressor.decode.law import Law, LawState
 from compressor.decode.length import Fixed, Length
 from compressor.errors import CompressError, UsageError
-from compressor.proposers.base import NOTHING, Context, Draft, Proposer
+from compressor.proposers.base import MAX_NODES, NOTHING, Context, Draft, Proposer
+from compressor.proposers.load import check_size
 
-MAX_NODES = 64
-"""Nodes a draft may have: room for them is set aside in every cache."""
 RULES = ("exact", "typical")
 
 
@@ -183,7 +182,7 @@ class Batch:
         rule: "exact", or "typical" for Medusa's typical acceptance, which is LOSSY.
 
     A text's law and random numbers are its own, so it has the same law alone and in any company. Raises UsageError for
-    an unknown rule.
+    an unknown rule and for drafts longer than a cache has room for.
     """
 
     def __init__(
@@ -193,6 +192,7 @@ class Batch:
             raise UsageError(f"acceptance rule '{rule}' is unknown; one of {', '.join(RULES)}")
         self.decoder, self.proposer, self.rule = decoder, proposer, rule
         self.length = length if length is not None else Fixed(3)
+        check_size(self.length.limit)
         self.texts: list[Text] = []
 
     def join(self, request: Request) -> Text:

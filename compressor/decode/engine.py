@@ -11,8 +11,8 @@ from compressor.checkpoint.config import GENERATION_CONFIG, read_json_object
 from compressor.checkpoint.inventory import Inventory
 from compressor.checkpoint.weights import Weights
 from compressor.decode.decoder import Decoder
-from compressor.errors import CompressError, UsageError, brief
-from compressor.kernels.linear import KERNELS, PackedLinear
+from compressor.errors import CompressError, brief
+from compressor.kernels.linear import PackedLinear, check_kernel
 from compressor.models import skeleton
 
 LEGACY_BUFFERS = r"rotary_emb\.inv_freq$"
@@ -32,19 +32,16 @@ def load(folder: str | Path, *, dtype: torch.dtype = torch.bfloat16, kernel: str
     that the model class does not use is an error too, unless it belongs to an MTP module or the class itself says that
     it ignores it. Raises UsageError for an unknown `kernel`.
     """
-    if kernel not in KERNELS:
-        raise UsageError(f"kernel: {kernel!r} is not one of {', '.join(KERNELS)}")
+    check_kernel(kernel)
     folder = Path(folder)
     config, _ = skeleton.model_config(folder)
     weights = Weights(folder)
     model = skeleton.build(config, dtype)
-    packed = dict(weights.packed)
-    if not packed.keys() <= {name for name, _ in model.named_modules()}:
-        mtp = set(Inventory.read(folder).mtp_tensors())  # modules beside the model, for whoever proposes with them
-        packed = {layer: suffixes for layer, suffixes in packed.items() if f"{layer}.weight_packed" not in mtp}
+    mtp = set(Inventory.read(folder).mtp_tensors())  # modules beside the model, for whoever proposes with them
+    packed = {layer: suffixes for layer, suffixes in weights.packed.items() if f"{layer}.weight_packed" not in mtp}
     for layer in packed:
         model.set_submodule(layer, _packed_linear(model, layer, weights, dtype, kernel))
-    used = _fill(model, weights, dtype) | set(Inventory.read(folder).mtp_tensors())
+    used = _fill(model, weights, dtype) | mtp
     for layer, suffixes in packed.items():
         has_bias = model.get_submodule(layer).bias is not None
         used |= {f"{layer}.{suffix}" for suffix in (*suffixes, *(["bias"] if has_bias else []))}

@@ -1,13 +1,19 @@
 """A proposer by name: `ngram`, `suffix`, `mtp`, `draft:FOLDER`, `medusa:FOLDER`, `eagle3:FOLDER`, or `none`."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from compressor.decode.decoder import Decoder
 from compressor.errors import UsageError
-from compressor.proposers.base import Proposer
+from compressor.proposers.base import MAX_NODES, Proposer
+
+if TYPE_CHECKING:  # recipes are checked with `misfit`, which needs no model class
+    from compressor.decode.decoder import Decoder
 
 HEAD_FOLDER = "proposer"
 """Where a bundle keeps its own head."""
@@ -30,8 +36,11 @@ def parse(text: str, target: Path, branching: Sequence[int] | None = None) -> Ch
     """`KIND` or `KIND:FOLDER` for the target in folder `target`; medusa and eagle3 alone mean the target's own head in
     its folder `proposer`.
 
-    Raises UsageError for an unknown kind, a missing folder, or a `branching` that the kind does not draft.
+    Raises UsageError for an unknown kind, a missing folder, or a `branching` that the kind does not draft or that is
+    not a list of positive integers. Its size is for `check_size`.
     """
+    from compressor.proposers.drafting import check_branching
+
     kind, separator, path = text.partition(":")
     if kind not in KINDS:
         raise UsageError(
@@ -48,24 +57,57 @@ def parse(text: str, target: Path, branching: Sequence[int] | None = None) -> Ch
             raise UsageError(f"proposer {kind}: {folder} holds no config.json; name it as in {kind}:FOLDER")
     elif separator:
         raise UsageError(f"proposer {kind} takes no folder; leave out '{separator}{path}'")
-    return Choice(kind, folder, None if branching is None else tuple(branching))
+    return Choice(kind, folder, check_branching(branching))
 
 
-def build(choice: Choice, decoder: Decoder, target: Path, settings: Mapping[str, Any] | None = None) -> Proposer | None:
+def misfit(k: int, branching: Sequence[int] | None = None) -> tuple[str, str] | None:
+    """Why no draft can be `k` tokens deep, or of the shape `branching` within that depth: the key at fault
+    (`num_speculative_tokens` or `branching`) and the reason with its remedy. None where it can."""
+    levels = list(accumulate(branching or (), mul))  # nodes of each
+    if sum(levels) > MAX_NODES:
+        return "branching", f"its tree has more than the {MAX_NODES} nodes that a draft can have; lower it"
+    if k > MAX_NODES:
+        return "num_speculative_tokens", f"a draft can have {MAX_NODES} tokens; lower it"
+    if len(levels) > k:  # those below would never be drafted
+        more = f"its {len(levels)} levels are more than num_speculative_tokens (k), which is {k}"
+        return "branching", f"{more}; raise that or shorten the list"
+    return None
+
+
+def check_size(k: int, branching: Sequence[int] | None = None) -> None:
+    """Raises UsageError for a `misfit`."""
+    found = misfit(k, branching)
+    if found is not None:
+        key, reason = found
+        shown = k if branching is None or key != "branching" else ",".join(map(str, branching))
+        raise UsageError(f"{key}: {shown}: {reason}")
+
+
+def build(
+    choice: Choice,
+    decoder: Decoder,
+    target: Path,
+    window: Mapping[str, Any] | None = None,
+    *,
+    kernel: str = "auto",
+) -> Proposer | None:
     """The proposer of `choice` for the loaded target in folder `target`.
 
-    `settings`: keyword arguments of the n-gram and suffix proposers. Raises CompressError for a draft model or head
-    that does not fit the target.
+    `window`: keyword arguments of `NgramProposer`, which no other kind looks at. `kernel`: of a draft model (see
+    `engine.load`). Raises CompressError for a draft model or head that does not fit the target.
     """
-    from compressor.proposers.ngram import NgramProposer
-    from compressor.proposers.suffix import SuffixProposer
-
     if choice.kind == "none":
         return None
-    if choice.kind in ("ngram", "suffix"):
-        return {"ngram": NgramProposer, "suffix": SuffixProposer}[choice.kind](**(settings or {}))
+    if choice.kind == "ngram":
+        from compressor.proposers.ngram import NgramProposer
+
+        return NgramProposer(**(window or {}))
+    if choice.kind == "suffix":
+        from compressor.proposers.suffix import SuffixProposer
+
+        return SuffixProposer()
     if choice.kind == "draft":
-        return _draft_model(choice, decoder, target)
+        return _draft_model(choice, decoder, target, kernel)
     if choice.kind == "mtp":
         from compressor.proposers.mtp import MtpProposer
 
@@ -80,14 +122,14 @@ def build(choice: Choice, decoder: Decoder, target: Path, settings: Mapping[str,
     return Eagle3Proposer.load(choice.folder, decoder, branching=choice.branching)
 
 
-def _draft_model(choice: Choice, decoder: Decoder, target: Path) -> Proposer:
+def _draft_model(choice: Choice, decoder: Decoder, target: Path, kernel: str) -> Proposer:
     from compressor.checkpoint.tokenizer import load_tokenizer
     from compressor.decode import engine
     from compressor.proposers.compatibility import vocabulary
     from compressor.proposers.draft_model import DraftModelProposer
 
     assert choice.folder is not None
-    draft = engine.decoder(choice.folder, dtype=decoder.dtype)
+    draft = engine.decoder(choice.folder, dtype=decoder.dtype, kernel=kernel)
     shared = vocabulary(
         load_tokenizer(target),
         load_tokenizer(choice.folder),

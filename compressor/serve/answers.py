@@ -15,22 +15,21 @@ from compressor.serve.stop_strings import StopStrings
 from compressor.serve.worker import Event, Worker
 
 
-class Choice:
-    """One text of an answer: what its tokens spell, up to a stop string."""
+class ChoiceText:
+    """One text of an answer: what its tokens spell (see `Detokenizer`), up to a stop string."""
 
-    def __init__(self, tokenizer: Any, stops: Sequence[str]) -> None:
+    def __init__(self, tokenizer: Any, stops: Sequence[str], after: Sequence[int] = ()) -> None:
         self.tokens = 0
         self.finish_reason: str | None = None
-        self._detokenizer, self._stops = Detokenizer(tokenizer), StopStrings(stops)
+        self._detokenizer, self._stops = Detokenizer(tokenizer, after), StopStrings(stops)
 
     def take(self, event: Event) -> str:
         """The text that `event` adds. With the last one `finish_reason` is set."""
         text = ""
         for i, token in enumerate(event.tokens):  # one by one: tokens behind a stop string do not count
             self.tokens += 1
-            if event.stop == "eos" and i + 1 == len(event.tokens):
-                break  # not part of the text, also where the tokenizer does not know it as special
-            text += self._stops.add(self._detokenizer.add([token]))
+            stop = event.stop if i + 1 == len(event.tokens) else None
+            text += self._stops.add(self._detokenizer.add([token], stop))
             if self._stops.found:
                 self.finish_reason = "stop"
                 return text
@@ -54,9 +53,13 @@ class Answer:
         self, worker: Worker, tokenizer: Any, requests: Sequence[Request], stops: Sequence[str], model: str
     ) -> None:
         self._worker, self._requests, self._model = worker, requests, model
-        self._choices = [Choice(tokenizer, stops) for _ in requests]
+        self._choices = [ChoiceText(tokenizer, stops, self.continued(request)) for request in requests]
         self._id = f"{self.prefix}-{secrets.token_hex(12)}"
         self._created = int(time.time())
+
+    def continued(self, request: Request) -> Sequence[int]:
+        """The tokens that the text continues."""
+        return request.token_ids
 
     def opening(self, index: int) -> dict[str, Any] | None:
         """The choice of a stream's first chunk, if it has one without text."""
@@ -144,6 +147,9 @@ class ChatAnswer(Answer):
     """The same as a message of the assistant."""
 
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def continued(self, request: Request) -> Sequence[int]:
+        return ()  # a message is a text of its own
 
     def opening(self, index: int) -> dict[str, Any] | None:
         return self._delta(index, {"role": "assistant", "content": ""}, None)

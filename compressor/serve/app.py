@@ -76,7 +76,8 @@ def make_app(worker: Worker, tokenizer: Any, model_name: str) -> FastAPI:
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         model = {"id": model_name, "object": "model", "created": created, "owned_by": "compressor"}
-        return {"object": "list", "data": [{**model, "max_model_len": worker.decoder.max_length}]}
+        ours = {"max_model_len": worker.decoder.max_length, "lossy": worker.lossy}
+        return {"object": "list", "data": [model | ours]}
 
     @app.get("/health")
     async def health() -> dict[str, str]:

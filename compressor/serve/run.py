@@ -32,7 +32,8 @@ def serve(
     max_batch: int = 16,
     model_name: str | None = None,
 ) -> None:
-    """Serve the bundle at `bundle_path` until SIGINT or SIGTERM. Prints one line with the address when it is ready.
+    """Serve the bundle at `bundle_path` until SIGINT or SIGTERM. Prints one line with the address when it is ready:
+    ``serving NAME at ADDRESS``, and behind it that the acceptance rule is lossy, if it is.
 
     Args:
         settings: proposer, length of drafts, rule and kernel.
@@ -56,7 +57,7 @@ def serve_runner(runner: Runner, tokenizer: Any, model_name: str, listener: sock
         app = make_app(worker, tokenizer, model_name)
         config = uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=GRACE)
         with _signals_spent():
-            _Server(config, worker, f"serving {model_name} at {_address(listener)}/v1").run(sockets=[listener])
+            _Server(config, worker, _ready(runner, model_name, listener)).run(sockets=[listener])
 
 
 def listen_on(host: str, port: int) -> socket.socket:
@@ -66,6 +67,10 @@ def listen_on(host: str, port: int) -> socket.socket:
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
+    except UnicodeError:  # how Python says that a part of the name is empty or too long
+        raise UsageError(
+            f"--host {host}: neither an address nor a host name; name an address of this machine"
+        ) from None
     except OSError as error:
         raise CompressError(f"--host {host}: {error.strerror}; name an address of this machine") from None
     try:
@@ -106,6 +111,11 @@ def _signals_spent() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _ready(runner: Runner, model_name: str, listener: socket.socket) -> str:
+    lossy = f" with LOSSY acceptance (rule {runner.rule})" if runner.rule != "exact" else ""
+    return f"serving {model_name} at {_address(listener)}/v1{lossy}"
 
 
 def _address(listener: socket.socket) -> str:

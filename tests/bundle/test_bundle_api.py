@@ -5,8 +5,9 @@ import shutil
 import pytest
 
 from compressor.bundle import Bundle, finish, signing, verify
-from compressor.decode import Law
+from compressor.decode import Adaptive, Law, engine
 from compressor.errors import CompressError, UsageError
+from compressor.proposers import load
 
 GREEDY = Law(temperature=0.0, top_k=None, top_p=1.0)
 PROMPT = [5, 9, 5, 9, 5, 9, 5]
@@ -69,6 +70,38 @@ def test_the_runner_looks_up_with_the_recorded_window(built, lie, tmp_path):
 def test_an_unknown_proposer_is_refused_before_anything_is_loaded(built):
     with pytest.raises(UsageError, match="proposer 'eagle9' is unknown; one of none, ngram, suffix, mtp"):
         Bundle.open(built()).runner(proposer="eagle9")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"rule": "medusa"}, "^rule: 'medusa' is not one of exact, typical$"),
+        ({"kernel": "gpu"}, "^kernel: 'gpu' is not one of auto, cpu-int4, dequantized$"),
+        ({"num_speculative_tokens": 65}, "^num_speculative_tokens: 65: a draft can have 64 tokens; lower it$"),
+        ({"num_speculative_tokens": -1}, "num_speculative_tokens: -1 is negative"),
+        ({"num_speculative_tokens": Adaptive(65)}, "num_speculative_tokens: 65: "),
+        ({"proposer": "mtp", "branching": [9, 9, 9]}, "^branching: 9,9,9: its tree has more than the 64 nodes"),
+        ({"proposer": "mtp", "branching": [2, 0]}, r"^branching: \[2, 0\] is not a list of positive integers"),
+        ({"proposer": "mtp", "branching": [2, 1, 1, 1]}, "its 4 levels are more than num_speculative_tokens"),
+    ],
+)
+def test_a_bad_argument_is_refused_before_anything_is_loaded(built, monkeypatch, arguments, says):
+    loaded = []
+    monkeypatch.setattr(engine, "decoder", lambda *arguments, **options: loaded.append(options) or 1 / 0)
+    with pytest.raises(UsageError, match=says):
+        Bundle.open(built()).runner(**arguments)
+    assert not loaded
+    with pytest.raises(ZeroDivisionError):
+        Bundle.open(built()).runner(proposer="mtp", branching=[4, 15], rule="typical", kernel="dequantized")
+    assert loaded
+
+
+def test_a_draft_model_gets_the_kernel_of_the_target(built, monkeypatch):
+    kernels = []
+    monkeypatch.setattr(load, "build", lambda *arguments, kernel: kernels.append(kernel))
+    for kernel in ("auto", "dequantized"):
+        Bundle.open(built()).runner(kernel=kernel)
+    assert kernels == ["auto", "dequantized"]
 
 
 def test_a_bundle_without_a_usable_tokenizer_says_so_in_one_line(built):

@@ -153,23 +153,27 @@ def test_a_damaged_bundle_is_refused_by_name(tmp_path, damage, name, says):
         engine.load(tmp_path)
 
 
-def test_tensors_of_an_mtp_module_are_left_alone(tmp_path):
+@pytest.fixture
+def packed_mtp(tmp_path):
+    """A bundle with a packed module beside the model."""
     bundle(tmp_path)
     tensors = read(tmp_path)
     packed = formats.get("int4-g32").encode(torch.randn(64, 64).bfloat16())
     extra = {f"mtp.layers.0.self_attn.q_proj.{suffix}": tensor for suffix, tensor in packed.items()}
     extra |= {"mtp.fc.weight": torch.zeros(64, 128), "mtp.norm.weight": torch.zeros(64)}
     write(tmp_path, {**tensors, **extra})
-    assert not any("mtp" in name for name, _ in engine.load(tmp_path).named_parameters())
+    return tmp_path
 
 
-@pytest.mark.parametrize("quantized", [False, True])
-def test_the_shards_are_listed_once(tmp_path, monkeypatch, quantized):
-    _ = bundle(tmp_path) if quantized else tiny.save(tmp_path)
-    listed, real = [], Inventory.read
-    monkeypatch.setattr(Inventory, "read", lambda folder: listed.append(folder) or real(folder))
-    engine.load(tmp_path)
-    assert listed == [tmp_path]
+def test_tensors_of_an_mtp_module_are_left_alone(packed_mtp):
+    assert not any("mtp" in name for name, _ in engine.load(packed_mtp).named_parameters())
+
+
+def test_the_inventory_is_read_once(packed_mtp, monkeypatch):
+    folders, inventory = [], Inventory.read
+    monkeypatch.setattr(Inventory, "read", lambda folder: folders.append(folder) or inventory(folder))
+    engine.load(packed_mtp)
+    assert folders == [packed_mtp]
 
 
 def test_a_packed_layer_of_another_shape_or_name_is_refused(tmp_path):

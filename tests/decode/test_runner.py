@@ -155,6 +155,8 @@ def test_unusable_requests_are_refused(model, prompt, limit, says):
 def test_models_whose_state_cannot_be_rolled_back_are_refused(model):
     with pytest.raises(UsageError, match="negative"):
         Runner(model, num_speculative_tokens=-1)
+    with pytest.raises(UsageError, match="num_speculative_tokens: 65: a draft can have 64 tokens"):
+        Runner(model, num_speculative_tokens=65)
     model.config.layer_types = ["linear_attention", "full_attention"]
     try:
         with pytest.raises(CompressError, match="linear_attention layers cannot be rolled back"):

@@ -53,8 +53,8 @@ def eventually(holds: Callable[[], bool], seconds: float = 10.0) -> bool:
 
 
 @contextmanager
-def serving(runner: Runner, **options) -> Iterator[Served]:
-    tokenizer = tiny.tokenizer()
+def serving(runner: Runner, tokenizer: Any = None, **options) -> Iterator[Served]:
+    tokenizer = tiny.tokenizer() if tokenizer is None else tokenizer
     with closing(Worker(runner, **options)) as worker, closing(listen_on("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         config = uvicorn.Config(make_app(worker, tokenizer, "tiny"), log_level="critical", lifespan="off")
@@ -86,8 +86,8 @@ def served(runner) -> Iterator[Served]:
 
 @pytest.fixture
 def serve_anew(runner):
-    """`serving` for tests that need a server of their own."""
-    return lambda **options: serving(runner, **options)
+    """`serving` for tests that need a server of their own, of another runner if they give one."""
+    return lambda other=runner, **options: serving(other, **options)
 
 
 @pytest.fixture

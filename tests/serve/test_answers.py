@@ -4,8 +4,9 @@ import json
 import re
 
 import pytest
+import tiny_models as tiny
 
-from compressor.decode import Law
+from compressor.decode import Law, Runner
 
 PROMPT = "Once upon a time"
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Grüße?"}]
@@ -142,6 +143,36 @@ def test_the_end_of_sequence_ends_a_text_and_is_not_in_it(served):
     assert answer.usage.completion_tokens == len(output.token_ids) and "</s>" not in text
 
 
+def test_an_ordinary_token_that_ends_a_text_is_not_in_it(served, monkeypatch):
+    _, output = served.alone(PROMPT, 40, Law(temperature=0))
+    end = output.token_ids[12]
+    before = output.token_ids[: output.token_ids.index(end)]
+    monkeypatch.setattr(served.runner.decoder, "stops", frozenset({end}))
+    answer = complete(served, temperature=0, max_tokens=40)
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == (served.tokenizer.decode(before), "stop")
+    assert answer.usage.completion_tokens == len(before) + 1
+    monkeypatch.undo()
+    longer = complete(served, temperature=0, max_tokens=len(before) + 1)  # the same token, which ends nothing now
+    assert longer.choices[0].text == served.tokenizer.decode([*before, end])
+
+
+WORDS = tiny.sentencepiece(["x", *(f"▁w{number}" for number in range(4, tiny.VOCABULARY))])
+
+
+@pytest.mark.usefixtures("endless")
+def test_a_completion_keeps_the_space_between_prompt_and_answer_and_a_message_has_none(serve_anew):
+    with serve_anew(tokenizer=WORDS) as served:
+        options = {"max_tokens": 6, "temperature": 0}
+        _, output = served.alone([5, 6], 6, Law(temperature=0))
+        prompt, whole = WORDS.decode([5, 6]), WORDS.decode([5, 6, *output.token_ids])
+        assert complete(served, [5, 6], **options).choices[0].text == whole.removeprefix(prompt)
+        assert streamed(complete(served, [5, 6], stream=True, **options))[0] == whole.removeprefix(prompt)
+        assert whole.startswith(f"{prompt} w") and WORDS.decode(output.token_ids).startswith("w")
+        asked = [{"role": "user", "content": "x"}]  # the prompt ends in a text that a space could follow
+        text = chat(served, asked, **options).choices[0].message.content
+        assert text.startswith("w") and streamed(chat(served, asked, stream=True, **options))[0] == text
+
+
 @pytest.mark.parametrize("temperature", [0, 1.0])
 def test_an_answer_follows_a_schema(served, temperature):
     schema = {
@@ -181,4 +212,10 @@ def test_keys_that_change_nothing_are_accepted(served):
 
 def test_the_served_model_is_listed(served):
     (model,) = served.client.models.list().data
-    assert (model.id, model.max_model_len) == ("tiny", 8192)
+    assert (model.id, model.max_model_len, model.lossy) == ("tiny", 8192, False)
+
+
+def test_a_model_that_is_served_with_a_lossy_rule_says_so(runner, serve_anew):
+    with serve_anew(Runner(runner.decoder, runner.proposer, 3, "typical")) as served:
+        (model,) = served.client.models.list().data
+        assert model.lossy is True

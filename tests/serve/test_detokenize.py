@@ -4,8 +4,6 @@ import random
 
 import pytest
 import tiny_models as tiny
-from tokenizers import Tokenizer, decoders, models
-from transformers import PreTrainedTokenizerFast
 
 from compressor import detokenize
 from compressor.detokenize import Detokenizer
@@ -14,17 +12,20 @@ TEXT = "Grüße, 世界! 👩‍👩‍👧 naïve\n\tend " * 5
 BYTE_LEVEL = tiny.tokenizer()
 
 
-def sentencepiece() -> PreTrainedTokenizerFast:
-    """Like Llama 2: ▁ for spaces, bytes of unknown characters one by one, the first space taken away."""
-    words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁the", "▁cat", "s", "a", "."]
-    inner = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, [], unk_token="<unk>", byte_fallback=True))
-    strip = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    inner.decoder = decoders.Sequence(strip)
-    return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+SENTENCEPIECE = tiny.sentencepiece(
+    [*(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁the", "▁cat", "▁is", "s", "a", "."]
+)
 
 
-def pieces(tokenizer, tokens, size=1):
-    text = Detokenizer(tokenizer)
+def spell(*words):
+    """Ids of SENTENCEPIECE: of a word that is in it, and of the bytes of any other."""
+    known = SENTENCEPIECE.get_vocab()
+    parts = [[word] if word in known else [f"<0x{byte:02X}>" for byte in word.encode()] for word in words]
+    return [known[token] for part in parts for token in part]
+
+
+def pieces(tokenizer, tokens, size=1, after=()):
+    text = Detokenizer(tokenizer, after)
     return [*(text.add(tokens[i : i + size]) for i in range(0, len(tokens), size)), text.finish()]
 
 
@@ -63,12 +64,69 @@ def test_an_unfinished_character_at_the_end_is_a_replacement_character():
 
 
 def test_spaces_and_bytes_of_a_sentencepiece_tokenizer():
-    tokenizer = sentencepiece()
-    ids = tokenizer.convert_tokens_to_ids
-    euro = [ids(f"<0x{byte:02X}>") for byte in "世界€".encode()]
-    tokens = [ids("▁the"), ids("▁cat"), ids("s"), *euro, ids("▁"), *euro, *euro, *euro, ids("▁the"), ids(".")] * 3
-    assert "".join(pieces(tokenizer, tokens)) == tokenizer.decode(tokens)
-    assert tokenizer.decode(tokens).startswith("the cats世界€ 世界€世界€世界€ the. the cats")
+    tokens = spell("▁the", "▁cat", "s", "世界€", "▁", "世界€世界€世界€", "▁the", ".") * 3
+    assert "".join(pieces(SENTENCEPIECE, tokens)) == SENTENCEPIECE.decode(tokens)
+    assert SENTENCEPIECE.decode(tokens).startswith("the cats世界€ 世界€世界€世界€ the. the cats")
+
+
+# ------------------------------------------------------------------ a text that continues another
+
+CONTINUED = [
+    (["▁cat", "▁is"], ["▁the", "s", "▁cat"], " thes cat"),
+    (["▁cat", "▁"], ["▁the"], " the"),
+    (["▁cat", "世界\n"], ["▁the", "世", "."], " the世."),
+    (["▁cat", "\n"], ["\n", "€", "s"], "\n€s"),
+    (["▁is", "</s>"], ["▁the"], " the"),
+    (["▁is"], ["s", "▁the"], "s the"),
+]
+
+
+@pytest.mark.parametrize("size", [1, 2, 1000])
+@pytest.mark.parametrize(("prompt", "answer", "says"), CONTINUED, ids=range(len(CONTINUED)))
+def test_a_continuation_is_what_the_whole_text_has_more_than_the_prompt(prompt, answer, says, size):
+    before, tokens = spell(*prompt), spell(*answer)
+    assert "".join(pieces(SENTENCEPIECE, tokens, size, before)) == says
+    whole, first = (SENTENCEPIECE.decode(ids, skip_special_tokens=True) for ids in (before + tokens, before))
+    assert whole == first + says
+
+
+@pytest.mark.parametrize("after", [(), spell("<s>")], ids=["nothing", "no text"])
+def test_a_text_of_its_own_begins_without_the_space_that_the_tokenizer_put_there(after):
+    assert "".join(pieces(SENTENCEPIECE, spell("▁the", "▁cat"), after=after)) == "the cat"
+
+
+HALF = spell("▁cat", "a", "€")[:-1]  # the last byte of € is missing
+ANSWERS = {
+    "completes it": spell("€", "▁the")[-2:],
+    "goes on": spell("▁the"),
+    "breaks it": spell("\n", "▁the", "€", "."),
+}
+
+
+@pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
+def test_half_a_character_of_the_prompt_does_not_become_part_of_the_answer(answer):
+    alone = pieces(SENTENCEPIECE, spell("a") + answer)
+    assert "".join(pieces(SENTENCEPIECE, answer, after=HALF)) == "".join(alone).removeprefix("a")
+
+
+def test_half_a_character_that_counts_as_said_would_swallow_the_answer():
+    text = Detokenizer(SENTENCEPIECE)
+    text._window, text._out = [*HALF], len(SENTENCEPIECE.decode(HALF))
+    assert "".join(text.add([token]) for token in ANSWERS["completes it"]) + text.finish() != "\ufffd the"
+    assert "".join(pieces(SENTENCEPIECE, ANSWERS["completes it"], after=HALF)) == "\ufffd the"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_byte_level_answer_does_not_depend_on_the_prompt(seed):
+    choose = random.Random(seed)
+    before, tokens = (choose.choices(range(tiny.VOCABULARY), k=40) for _ in range(2))
+    assert pieces(BYTE_LEVEL, tokens, after=before) == pieces(BYTE_LEVEL, tokens)
+
+
+@pytest.mark.parametrize(("stop", "says"), [("eos", "né"), ("length", "né!"), ("grammar", "né!"), (None, "né!")])
+def test_the_token_that_ended_a_text_is_not_part_of_it(stop, says):
+    text = Detokenizer(BYTE_LEVEL)
+    assert text.add(BYTE_LEVEL("né!").input_ids, stop) + text.finish() == says
 
 
 def test_the_work_for_a_token_does_not_grow_with_the_text(monkeypatch):

@@ -10,6 +10,7 @@ import time
 import urllib.request
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tiny_models as tiny
@@ -98,6 +99,21 @@ def test_a_host_that_is_not_of_this_machine_is_named():
         listen_on("no.such.host.invalid", 0)
     with pytest.raises(UsageError, match="--port 70000: not a port"):
         listen_on("127.0.0.1", 70_000)
+
+
+@pytest.mark.parametrize("host", ["x..y", ".", "x" * 64])
+def test_a_host_that_cannot_be_one_is_named_in_one_line(host):
+    with pytest.raises(UsageError, match=f"^--host {re.escape(host)}: neither an address nor a host name; [^\\n]*$"):
+        listen_on(host, 0)
+
+
+@pytest.mark.parametrize(
+    ("rule", "end"), [("exact", ""), ("typical", r" with LOSSY acceptance \(rule typical\)")], ids=["exact", "typical"]
+)
+def test_the_line_that_says_it_is_ready_says_when_the_rule_is_lossy(rule, end):
+    with closing(listen_on("127.0.0.1", 0)) as listener:
+        line = run._ready(SimpleNamespace(rule=rule), "tiny", listener)
+    assert re.fullmatch(rf"serving tiny at http://127\.0\.0\.1:\d+/v1{end}", line)
 
 
 def test_an_address_of_protocol_six_is_listened_on():
