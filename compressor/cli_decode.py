@@ -79,6 +79,8 @@ def generate(
     print(file=stream)
     output.result(answer)
     print(generation.statistics(answer), file=sys.stderr)
+    if answer["stop"] == "length" and (json_schema is not None or regex is not None):
+        print(f"warning: cut at {max_new_tokens} tokens, before the grammar was complete", file=sys.stderr)
 
 
 def serve(

@@ -18,6 +18,9 @@ from compressor.errors import UsageError
 from compressor.proposers.base import MAX_NODES
 from compressor.text import is_unicode
 
+ENDS = {"eos": "the model", "length": "the limit", "grammar": "the grammar"}
+"""`Output.stop` in words."""
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -157,8 +160,9 @@ def statistics(answer: dict[str, Any]) -> str:
     template = "" if answer["chat_template"] else ", no chat template"
     lossy = ", LOSSY acceptance" if answer["lossy"] else ""
     return (
-        f"[{count} tokens in {cycles} cycles, {answer['tokens_per_cycle']:.2f} a cycle, accepted "
-        f"{acceptance(answer['accepted_per_position'])}, {answer['tokens_per_second']:.1f} tokens/s{template}{lossy}]"
+        f"[{count} tokens, ended by {ENDS[answer['stop']]}; {cycles} cycles that verified "
+        f"{answer['tokens_per_cycle']:.2f} tokens each, accepted {acceptance(answer['accepted_per_position'])}, "
+        f"{answer['tokens_per_second']:.1f} tokens/s{template}{lossy}]"
     )
 
 

@@ -460,7 +460,7 @@ def test_generate_prints_the_text_as_it_grows_and_how_it_was_made(bundle, monkey
     result = call(*words_)
     assert (result.exit_code, result.stdout) == (0, "né\n"), result.output
     assert Runner.prompt == "<s>user\nHello</s>\n<s>assistant\n"
-    assert "4 tokens in 2 cycles, 1.50 a cycle, accepted 1.00/.00" in result.stderr
+    assert "[4 tokens, ended by the model; 2 cycles that verified 1.50 tokens each, accepted 1.00/.00" in result.stderr
     assert "LOSSY acceptance" in result.stderr
     answer = json.loads(call(*words_, "--raw", "--json", "-").stdout)
     assert (answer["prompt_tokens"], answer["chat_template"], answer["lossy"]) == (5, False, True)
@@ -468,6 +468,8 @@ def test_generate_prints_the_text_as_it_grows_and_how_it_was_made(bundle, monkey
     assert answer["token_ids"] == words
     Runner.stop = "length"  # the same token ends nothing
     assert call(*words_).stdout == "né!\n"
+    cut = "warning: cut at 4 tokens, before the grammar was complete"
+    assert cut in call(*words_, "--regex", "x+").stderr and cut not in call(*words_).stderr
 
 
 @pytest.mark.parametrize(("options", "text"), [(["--raw"], " w5 w6"), ([], "w5 w6")], ids=["continued", "answered"])
@@ -499,7 +501,7 @@ def test_generate_keeps_the_space_between_a_raw_prompt_and_what_follows(bundle, 
         ("--k", "9" * 5000, "neither a number from 1 to 64 nor auto"),
         ("--branching", "3,0", "not a list of numbers from 1 to 64"),
         ("--branching", "3," + "9" * 5000, "not a list of numbers from 1 to 64"),
-        ("--branching", "3,2", "drafts one chain, no tree"),
+        ("--branching", "3,2", "drafts one chain; leave the branching out, or take draft, medusa, eagle3, mtp"),
         ("--branching", "9,9,9", "branching: 9,9,9: its tree has more than the 64 nodes that a draft can have"),
         ("--branching", "2,1,1,1", "its 4 levels are more than num_speculative_tokens (k), which is 3"),
         ("--rule", "medusa", "rule: 'medusa' is not one of exact, typical"),

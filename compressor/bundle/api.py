@@ -98,6 +98,10 @@ def check_settings(
     from compressor.proposers import load
 
     k = num_speculative_tokens
+    if not isinstance(k, int) and not hasattr(k, "choose"):
+        raise UsageError(
+            f"num_speculative_tokens: {k!r} is neither an integer nor a length such as compressor.decode.Adaptive()"
+        )
     load.check_size((Fixed(k) if isinstance(k, int) else k).limit, branching)
     if rule not in RULES:
         raise UsageError(f"rule: {rule!r} is not one of {', '.join(RULES)}")

@@ -13,7 +13,7 @@ CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 # What transformers raises for values of a config that it does not expect.
 TRANSFORMERS_ERRORS = (
-    *(ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError, RuntimeError),
+    *(ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError, RuntimeError, AssertionError),
     StrictDataclassError,
 )
 # A config nests about six levels. Far deeper ones exhaust the stack of whatever walks them: repr, copies, transformers.
@@ -54,12 +54,13 @@ def read_config(folder: Path | str) -> dict[str, Any]:
     for key in ("text_config", "quantization_config"):
         if not isinstance(config.get(key), dict | None):
             raise CompressError(f"{path}: {key}: {brief(config[key])} is not an object; correct or remove it")
-    _check_fields(config, f"{path}: ")
-    _check_fields(config.get("text_config") or {}, f"{path}: text_config.")
+    check_fields(config, f"{path}: ")
+    check_fields(config.get("text_config") or {}, f"{path}: text_config.")
     return config
 
 
-def _check_fields(section: dict[str, Any], where: str) -> None:
+def check_fields(section: dict[str, Any], where: str) -> None:
+    """What `read_config` promises of a section. Raises CompressError, its line begun by `where`."""
     for key, largest in _LARGEST.items():
         value = section.get(key)
         if value is not None and (type(value) is not int or not 1 <= value <= largest):

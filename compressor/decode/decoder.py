@@ -17,7 +17,7 @@ from compressor import models
 from compressor.decode.cache import SequenceCache
 from compressor.decode.layers import Layer, Norm, Span
 from compressor.decode.linear import Linear
-from compressor.errors import CompressError
+from compressor.errors import CompressError, UsageError, brief
 from compressor.proposers.base import FINAL, ROOT
 
 ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
@@ -88,11 +88,17 @@ class Decoder:
         self._per_type_rope = isinstance(config.rope_parameters, dict) and set(config.rope_parameters) >= set(types)
 
     def cache(self, capacity: int) -> SequenceCache:
-        """An empty cache for a text of at most `capacity` tokens."""
+        """An empty cache for a text of at most `capacity` tokens. Raises UsageError where memory has no room for it."""
         first = self.layers[0]
-        return SequenceCache(
-            len(self.layers), first.kv_heads, first.head_dim, capacity, dtype=self.dtype, device=self.device
-        )
+        try:
+            return SequenceCache(
+                len(self.layers), first.kv_heads, first.head_dim, capacity, dtype=self.dtype, device=self.device
+            )
+        except RuntimeError:  # how torch says that an allocation failed
+            size = 2 * len(self.layers) * first.kv_heads * first.head_dim * capacity * self.dtype.itemsize
+            raise UsageError(
+                f"a cache of {capacity} tokens takes {size / 2**30:.3g} GiB, more than there is; lower max_new_tokens"
+            ) from None
 
     @torch.inference_mode()
     def forward(self, feeds: Sequence[Feed], features: Sequence[int] = ()) -> list[Pass]:
@@ -183,6 +189,10 @@ def _tree(parents: Sequence[int], committed: int) -> tuple[list[int], Tensor]:
 
 def _check(config) -> None:
     models.get(config.model_type)  # another family's block may look the same and compute something else
+    if getattr(config, "use_bidirectional_attention", False):
+        raise CompressError(
+            f"model_type '{config.model_type}': use_bidirectional_attention: what sees later tokens cannot be cached"
+        )
     stateful = set(getattr(config, "layer_types", None) or ()) - ATTENTION_LAYERS
     if stateful:
         raise CompressError(
@@ -190,10 +200,10 @@ def _check(config) -> None:
             "the runner reads full and sliding-window attention only"
         )
     for kind in _rope_types(config):
-        if kind not in STATIC_ROPE:
+        if not isinstance(kind, str) or kind not in STATIC_ROPE:
             raise CompressError(
-                f"model_type '{config.model_type}': rope_type '{kind}' changes with the length of the text, so a cache "
-                "cannot be rolled back exactly; the runner does not run it"
+                f"model_type '{config.model_type}': rope_type {brief(kind)} changes with the length of the text, so a "
+                "cache cannot be rolled back exactly; the runner does not run it"
             )
 
 

@@ -10,9 +10,12 @@ from torch import Tensor
 
 from compressor.decode.cache import SequenceCache
 from compressor.decode.linear import Linear
-from compressor.errors import CompressError
+from compressor.errors import CompressError, brief
 
 Rope = tuple[Tensor, Tensor]
+WINDOW_IN_CONFIG = ("mistral", "phi3")
+"""Families in which every layer has the window of the config. The others say it at the module, or have none whatever
+their config says."""
 
 
 @dataclass
@@ -86,8 +89,10 @@ class Attention:
         self.heads: int = config.num_attention_heads
         self.kv_heads: int = config.num_key_value_heads
         self.scaling: float = module.scaling
-        # Families with windows in some layers say so at the module; Mistral and Phi-3 have one config for all.
-        self.window: int | None = getattr(module, "sliding_window", getattr(config, "sliding_window", None))
+        stated = config if config.model_type in WINDOW_IN_CONFIG else module
+        self.window: int | None = getattr(stated, "sliding_window", None)
+        if self.window is not None and (type(self.window) is not int or self.window < 1):
+            raise CompressError(f"sliding_window: {brief(self.window)} is not a positive integer")
         if getattr(config, "attn_logit_softcapping", None) is not None:
             raise CompressError(f"model_type '{config.model_type}': attn_logit_softcapping is not supported")
         names = ("qkv_proj",) if hasattr(module, "qkv_proj") else ("q_proj", "k_proj", "v_proj")

@@ -32,14 +32,15 @@ def model_config(folder: Path) -> tuple[PreTrainedConfig, dict | None]:
     return config, quantization
 
 
-def build(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The causal-LM class of `config` in `dtype`: parameters on meta, buffers (rotary tables and such) real."""
+def build(config: PreTrainedConfig, dtype: torch.dtype, path: Path | str = CONFIG) -> PreTrainedModel:
+    """The causal-LM class of `config` in `dtype`: parameters on meta, buffers (rotary tables and such) real. `path` is
+    where the config came from, for errors."""
     try:
         with init_empty_weights(include_buffers=False):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     except TRANSFORMERS_ERRORS as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
-        raise CompressError(f"config.json: no {config.model_type} can be built from it ({reason})") from None
+        raise CompressError(f"{path}: no {config.model_type} can be built from it ({reason})") from None
     return model.eval().requires_grad_(False)
 
 

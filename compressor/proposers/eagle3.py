@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig
 
-from compressor.checkpoint.config import CONFIG, TRANSFORMERS_ERRORS, read_json_object
+from compressor.checkpoint.config import CONFIG, TRANSFORMERS_ERRORS, check_fields, read_json_object
 from compressor.decode.cache import SequenceCache
 from compressor.decode.decoder import STATIC_ROPE, Decoder
 from compressor.decode.layers import Attention, GatedMLP, Norm
@@ -20,7 +20,7 @@ from compressor.models import skeleton
 from compressor.proposers.drafting import check_branching
 from compressor.proposers.nodes import Rows
 from compressor.proposers.recurrent import HeadSession, Module
-from compressor.proposers.tensors import Tensors
+from compressor.proposers.tensors import Tensors, logit_scale
 
 MODEL_TYPES = ("llama", "qwen3")
 
@@ -108,7 +108,7 @@ class Midlayer:
     def __init__(self, settings: Settings, tensors: Tensors, decoder: Decoder) -> None:
         config = settings.layer
         hidden, dtype = config.hidden_size, decoder.dtype
-        model = skeleton.build(config, dtype)
+        model = skeleton.build(config, dtype, settings.path)
         block, self._rotary = model.model.layers[0], model.model.rotary_emb.to(decoder.device)
         for name in ("q_proj", "k_proj", "v_proj"):
             old = getattr(block.self_attn, name)
@@ -155,7 +155,7 @@ def _settings(folder: Path) -> Settings:
     if kind not in (None, "eagle3") or not isinstance(layer, dict):
         what = f"speculators_model_type: {brief(kind)}" if kind != "eagle3" else "no transformer_layer_config"
         raise CompressError(f"{path}: {what}; an EAGLE-3 head is needed")
-    nested = raw.get("eagle_config") or {}
+    nested = {} if raw.get("eagle_config") is None else raw["eagle_config"]
     if not isinstance(nested, dict):
         raise CompressError(f"{path}: eagle_config: {brief(nested)} is not an object")
 
@@ -174,10 +174,8 @@ def _settings(folder: Path) -> Settings:
     if not flag("use_aux_hidden_state", True):
         raise CompressError(f"{path}: use_aux_hidden_state: false is not supported; the head would read no aux states")
     config = _layer_config(path, layer)
-    scale = raw.get("logit_scale", 1.0)
-    if not isinstance(scale, int | float) or isinstance(scale, bool):
-        raise CompressError(f"{path}: logit_scale: {brief(scale)} is not a number")
-    ids = raw.get("eagle_aux_hidden_state_layer_ids") or nested.get("eagle_aux_hidden_state_layer_ids")
+    stated = (section.get("eagle_aux_hidden_state_layer_ids") for section in (raw, nested))
+    ids = next((found for found in stated if found is not None), None)
     return Settings(
         path=path,
         layer=config,
@@ -188,7 +186,7 @@ def _settings(folder: Path) -> Settings:
         norm_before_fc=flag("norm_before_fc", False),
         fc_norm=flag("fc_norm", False),
         norm_output=flag("norm_output", False),
-        logit_scale=float(scale),
+        logit_scale=logit_scale(path, raw),
         target_hidden_size=size("target_hidden_size", config.hidden_size),
     )
 
@@ -206,13 +204,14 @@ def _layer_config(path: Path, layer: dict[str, Any]) -> PreTrainedConfig:
         raise CompressError(f"{path}: model_type: {brief(model_type)} is no EAGLE-3 head; {' or '.join(MODEL_TYPES)}")
     if layer.get("num_hidden_layers") != 1:
         raise CompressError(f"{path}: num_hidden_layers: {brief(layer.get('num_hidden_layers'))}; a head has one layer")
+    check_fields(layer, f"{path}: ")
     skip = ("model_type", "quantization_config", "return_dict", "eagle_config")
     try:
         config = AutoConfig.for_model(model_type, **{key: value for key, value in layer.items() if key not in skip})
     except TRANSFORMERS_ERRORS as error:
         raise CompressError(f"{path}: not a usable config ({' '.join(str(error).split())[:160]})") from None
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if rope not in STATIC_ROPE - {"longrope"}:
+    if not isinstance(rope, str) or rope not in STATIC_ROPE - {"longrope"}:
         raise CompressError(f"{path}: rope_type: {brief(rope)} changes with the length of the text; it is not run")
     return config
 
@@ -279,7 +278,7 @@ def _target_ids(settings: Settings, tensors: Tensors, vocabulary: int) -> Tensor
         if "t2d" in tensors:
             tensors.raw("t2d")
         return None
-    offsets = tensors.take("d2t", (size,))
+    offsets = tensors.take("d2t", (size,), ids=True)
     if offsets.is_floating_point():
         raise CompressError(f"{folder}: tensor 'd2t' is {offsets.dtype}; offsets are integers")
     ids = torch.arange(size, device=offsets.device) + offsets.long()  # it stores target id - draft id
@@ -293,7 +292,7 @@ def _target_ids(settings: Settings, tensors: Tensors, vocabulary: int) -> Tensor
     if len(ids.unique()) < size:
         raise CompressError(f"{folder}: tensor 'd2t' maps two ids to one of the target's; it holds offsets, not ids")
     if "t2d" in tensors:
-        known = tensors.take("t2d", (vocabulary,)).bool()
+        known = tensors.take("t2d", (vocabulary,), ids=True).bool()
         if int(known.sum()) != size or not bool(known[ids].all()):
             raise CompressError(f"{folder}: tensor 't2d' marks other ids than 'd2t' maps to; one of them is stale")
     return ids

@@ -47,7 +47,7 @@ def parse(text: str, target: Path, branching: Sequence[int] | None = None) -> Ch
             f"proposer '{text}' is unknown; one of none, ngram, suffix, mtp, draft:FOLDER, medusa:FOLDER, eagle3:FOLDER"
         )
     if branching is not None and kind not in DRAWS:
-        raise UsageError(f"proposer {kind} drafts one chain, no tree; leave the branching out")
+        raise UsageError(f"proposer {kind} drafts one chain; leave the branching out, or take {', '.join(DRAWS)}")
     folder = None
     if kind in WITH_FOLDER:
         folder = Path(path) if path else target / HEAD_FOLDER

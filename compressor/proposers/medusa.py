@@ -15,7 +15,7 @@ from compressor.decode.linear import Linear
 from compressor.errors import CompressError, brief
 from compressor.proposers.base import FINAL, Context, Draft
 from compressor.proposers.drafting import check_branching, grow
-from compressor.proposers.tensors import Tensors
+from compressor.proposers.tensors import Tensors, logit_scale
 
 DEFAULTS = {"num_heads": 5, "num_hidden_layers": 1}
 """vLLM's, for a config that does not say."""
@@ -136,10 +136,7 @@ class _Config:
         self.kept = self._size("truncated_vocab_size", self.vocab_size)
         self.original_lm_head = self._flag("original_lm_head")
         self.bias = self._flag("medusa_fc_bias")
-        scale = raw.get("logit_scale", 1.0)
-        if not isinstance(scale, int | float) or isinstance(scale, bool):
-            raise CompressError(f"{self.path}: logit_scale: {brief(scale)} is not a number")
-        self.scale = float(scale)
+        self.scale = logit_scale(self.path, raw)
         theirs = {"hidden_size": decoder.config.hidden_size, "vocab_size": decoder.vocab_size}
         for key, size in theirs.items():
             if getattr(self, key) != size:
@@ -179,7 +176,7 @@ def _token_map(config: _Config, tensors: Tensors) -> Tensor | None:
     if not config.truncated:
         return None
     folder = config.path.parent
-    ids = tensors.take("token_map", (config.kept,))
+    ids = tensors.take("token_map", (config.kept,), ids=True)
     if ids.is_floating_point():
         raise CompressError(f"{folder}: tensor 'token_map' is {ids.dtype}; ids are integers")
     if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size:

@@ -1,15 +1,28 @@
 """The tensors of a proposer head, each checked where it is taken, so that nothing is left unset or unread."""
 
+import math
 import re
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from compressor.checkpoint.reader import ShardReader, check_finite
 from compressor.decode.engine import LEGACY_BUFFERS
-from compressor.errors import CompressError
+from compressor.errors import CompressError, brief
+
+
+def logit_scale(path: Path, config: dict[str, Any]) -> float:
+    """The field of that name, 1 where it is missing. Raises CompressError for anything but a finite number."""
+    value = config.get("logit_scale", 1.0)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        with suppress(OverflowError):  # of an integer that no float holds
+            if math.isfinite(value):
+                return float(value)
+    raise CompressError(f"{path}: logit_scale: {brief(value)} is not a finite number")
 
 
 class Tensors:
@@ -64,14 +77,20 @@ class Tensors:
         self._left.discard(name)
         return self._get(self._stored[name])
 
-    def take(self, name: str, shape: Sequence[int]) -> Tensor:
-        """Raises CompressError for a tensor that is missing or of another shape."""
+    def take(self, name: str, shape: Sequence[int], *, ids: bool = False) -> Tensor:
+        """A weight in the proposer's dtype, or, of `ids`, a tensor as it is stored. Raises CompressError for one that
+        is missing or of another shape, and for a weight that is not in floating point or does not fit the dtype."""
         tensor = self.raw(name)
+        if not ids and not tensor.is_floating_point():
+            raise CompressError(f"{self.folder}: tensor '{name}' is {tensor.dtype}; a weight is in floating point")
         if tuple(tensor.shape) != tuple(shape):
             raise CompressError(
                 f"{self.folder}: tensor '{name}' has shape {list(tensor.shape)}, {list(shape)} is what fits the config"
             )
-        return tensor.to(self._device, self._dtype if tensor.is_floating_point() else None)
+        found = tensor.to(self._device, None if ids else self._dtype)
+        if not ids and not torch.isfinite(found).all():  # what is stored is finite: `get` has seen to it
+            raise CompressError(f"{self.folder}: tensor '{name}' holds values that {self._dtype} cannot")
+        return found
 
     def fill(self, module: nn.Module, prefix: str) -> None:
         """Give every parameter and persistent buffer of `module` the tensor `prefix` + its name."""

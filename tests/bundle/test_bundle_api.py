@@ -78,6 +78,7 @@ def test_an_unknown_proposer_is_refused_before_anything_is_loaded(built):
         ({"rule": "medusa"}, "^rule: 'medusa' is not one of exact, typical$"),
         ({"kernel": "gpu"}, "^kernel: 'gpu' is not one of auto, cpu-int4, dequantized$"),
         ({"num_speculative_tokens": 65}, "^num_speculative_tokens: 65: a draft can have 64 tokens; lower it$"),
+        ({"num_speculative_tokens": "auto"}, "'auto' is neither an integer nor a length such as"),
         ({"num_speculative_tokens": -1}, "num_speculative_tokens: -1 is negative"),
         ({"num_speculative_tokens": Adaptive(65)}, "num_speculative_tokens: 65: "),
         ({"proposer": "mtp", "branching": [9, 9, 9]}, "^branching: 9,9,9: its tree has more than the 64 nodes"),

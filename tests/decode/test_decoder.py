@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, GraniteConfig, LlamaConfig, Mixtr
 from compressor.decode import Decoder
 from compressor.decode.decoder import FINAL, Feed
 from compressor.decode.linear import Linear
-from compressor.errors import CompressError
+from compressor.errors import CompressError, UsageError
 from compressor.kernels import bf16_cpu
 
 IDS = torch.randint(3, tiny.VOCABULARY, (40,), generator=torch.Generator().manual_seed(5)).tolist()
@@ -77,6 +77,27 @@ def test_a_family_that_only_looks_like_a_known_one_is_refused(config):
     model = AutoModelForCausalLM.from_config(config(**tiny.SHAPE))
     with pytest.raises(CompressError, match=config.model_type):
         Decoder(model)
+
+
+@pytest.mark.parametrize("config", [{}, {"layer_types": ["sliding_attention", "full_attention"]}])
+def test_a_window_that_the_family_does_not_have_is_not_applied(config):
+    """transformers' Llama ignores the key; its attention is full."""
+    model = tiny.random_model("llama", sliding_window=8, **config)
+    torch.testing.assert_close(logits(Decoder(model)).logits, theirs(model).logits[0], atol=2e-5, rtol=1e-4)
+    mistral = [logits(Decoder(tiny.random_model("mistral", sliding_window=size))).logits for size in (8, None)]
+    assert not torch.allclose(*mistral, atol=1e-2)  # which does have it
+
+
+def test_attention_to_later_tokens_is_refused():
+    with pytest.raises(CompressError, match="use_bidirectional_attention"):
+        Decoder(tiny.random_model("gemma3", use_bidirectional_attention=True))
+
+
+def test_a_cache_that_memory_has_no_room_for_is_refused():
+    decoder = Decoder(tiny.random_model("llama"))
+    with pytest.raises(UsageError, match=r"a cache of 1000000000000 tokens takes .* GiB, .*lower max_new_tokens"):
+        decoder.cache(10**12)
+    assert decoder.cache(10).capacity == 10
 
 
 def test_features_are_the_residual_stream_after_so_many_layers():

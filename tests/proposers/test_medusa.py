@@ -231,7 +231,7 @@ REFUSED = [  # config, tensors in the place of PLAIN's (None: taken away), messa
     (config(vocab_size=32), {}, r"vocab_size: 32; the target has 24"),
     (config(num_heads=0), {}, r"num_heads: 0 is not a positive integer"),
     (config(original_lm_head="no"), {}, r"original_lm_head: 'no' is neither true nor false"),
-    (config(logit_scale=None), {}, r"logit_scale: None is not a number"),
+    (config(logit_scale=None), {}, r"logit_scale: None is not a finite number"),
 ]
 
 
