@@ -30,6 +30,10 @@ _tokenizers: WeakKeyDictionary[PreTrainedTokenizerFast, tuple[tuple[int, int | N
 _tokenizers = WeakKeyDictionary()
 
 
+class GrammarError(UsageError):
+    """A grammar that compiled cannot be followed any further: it is the grammar's fault, and its author's to change."""
+
+
 def json_schema(
     schema: dict[str, Any] | bool | str,
     tokenizer: PreTrainedTokenizerFast,
@@ -116,7 +120,7 @@ class GrammarMatcher:
         """bool [V], on the CPU, the caller's own: the tokens that may follow the committed text and `path`; None where
         the grammar forbids `path`, or the text has ended.
 
-        Raises CompressError where llguidance gives up (its limits), or where no token continues an incomplete text.
+        Raises GrammarError where llguidance gives up (its limits), or where no token continues an incomplete text.
         """
         # Nothing follows an end; whether it was allowed there makes no difference.
         if self._ended or not self._grammar.ends.isdisjoint(path) or self._follow(path) < len(path):
@@ -128,7 +132,7 @@ class GrammarMatcher:
         mask[list(self._grammar.closed)] = False
         mask[list(self._grammar.ends)] = complete
         if not mask.any():
-            raise CompressError(
+            raise GrammarError(
                 "grammar: no token of the vocabulary continues the text, and it is not complete; "
                 "change the grammar or the vocabulary"
             )
@@ -167,7 +171,7 @@ class GrammarMatcher:
     def _check(self) -> None:
         # An engine in error goes on answering: it forbids everything but the end of the text.
         if self._engine.is_error():
-            raise CompressError(f"grammar: llguidance gave up ({_reason(self._engine)}); simplify the grammar")
+            raise GrammarError(f"grammar: llguidance gave up ({_reason(self._engine)}); simplify the grammar")
 
 
 def _compile(
@@ -179,7 +183,7 @@ def _compile(
     stops: Collection[int],
 ) -> CompiledGrammar:
     """`grammar`, in Lark, made of `value` in the argument `field`."""
-    tokens = _tokens(tokenizer)
+    tokens = prepare(tokenizer)
     eos = tokenizer.eos_token_id
     ends = frozenset(end for end in (*stops, *([] if eos is None else [eos])) if 0 <= end < vocab_size)
     if not ends:
@@ -190,12 +194,14 @@ def _compile(
     compiled = CompiledGrammar(start, tokens, ends, vocab_size)
     try:
         compiled.matcher().allowed(())  # some errors show only in use
-    except CompressError as error:
+    except GrammarError as error:
         raise UsageError(f"{field}: {brief(value)} cannot be used ({error})") from None
     return compiled
 
 
-def _tokens(tokenizer: PreTrainedTokenizerFast) -> LLTokenizer:
+def prepare(tokenizer: PreTrainedTokenizerFast) -> LLTokenizer:
+    """`tokenizer` for llguidance. Every function here calls it; one that runs beside others that use `tokenizer` calls
+    it before, for it is all that reads more of it than its size. Raises UsageError for one that is not fast."""
     version, tokens = _tokenizers.get(tokenizer, (None, None))
     now = (len(tokenizer), tokenizer.eos_token_id)
     if tokens is None or version != now:

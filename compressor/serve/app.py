@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from compressor.serve.answers import Answer, ChatAnswer
+from compressor.serve.body_limit import BodyLimit, body_limit
 from compressor.serve.protocol import ApiError, Body, ChatBody, CompletionBody, invalid
 from compressor.serve.requests import Frontend
 from compressor.serve.worker import Worker
@@ -43,23 +44,25 @@ class EventStream(StreamingResponse):
 
 
 def make_app(worker: Worker, tokenizer: Any, model_name: str) -> FastAPI:
-    """The server's application. `worker` stays the caller's, who closes it.
+    """The server's application. `worker` stays the caller's, who closes it, as does the `state.compiler` of what is
+    returned.
 
     Args:
         tokenizer: the transformers tokenizer of the worker's target.
         model_name: the `model` that requests have to name.
     """
     app = FastAPI(title="compressor", exception_handlers=HANDLERS)
-    frontend, preparing, created = Frontend(tokenizer, worker.decoder), asyncio.Lock(), int(time.time())
+    app.add_middleware(BodyLimit, limit=body_limit(worker.decoder.max_length))
+    frontend, created = Frontend(tokenizer, worker.decoder), int(time.time())
+    app.state.compiler = frontend.compiler
 
     async def answer(kind: type[Answer], body: Body, http: Request) -> Response:
         if body.model != model_name:
             raise ApiError(
                 404, f"model: '{body.model}' does not exist; '{model_name}' is served", "model", "model_not_found"
             )
-        async with preparing:  # tokenizers are not made for several threads, and long prompts would hold up the others
-            requests = await asyncio.to_thread(frontend.requests, body)
-        made = kind(worker, tokenizer, requests, body.stops, model_name)
+        stops = body.stops
+        made = kind(worker, tokenizer, await frontend.requests(body), stops, model_name)
         if body.stream:
             return EventStream(made.stream(body.stream_options.include_usage))
         whole = await _unless_gone(http, made.collect())

@@ -58,10 +58,15 @@ class _Lenient(BaseModel):
         read = {field.alias or name for name, field in cls.model_fields.items()}
         for key, value in given.items():
             neutral = cls.neutral.get(key, [])
-            if key not in read and key not in HARMLESS and value not in neutral:
+            if key not in read and key not in HARMLESS and not any(_same(value, known) for known in neutral):
                 remedy = f"it can only be {neutral[0]!r}" if neutral else "leave it out"
                 raise ApiError(400, f"{key}: {brief(value)} is not supported here; {remedy}", key, "unsupported_value")
         return given
+
+
+def _same(value: Any, known: Any) -> bool:
+    """Equal as JSON has it: to Python, True is 1 and False is 0."""
+    return value == known and isinstance(value, bool) == isinstance(known, bool)
 
 
 class StreamOptions(_Lenient):
@@ -100,8 +105,11 @@ class Body(_Lenient):
 
     @model_validator(mode="before")
     @classmethod
-    def _is_unicode(cls, data: Any) -> Any:
-        """JSON can escape half a surrogate pair, which neither tokenizers nor answers can hold."""
+    def _is_text(cls, data: Any) -> Any:
+        """JSON can escape half a surrogate pair, which neither tokenizers nor answers can hold. Bytes are what is not
+        called JSON, by curl --data for instance."""
+        if isinstance(data, bytes):
+            raise ApiError(415, "Content-Type: the body is not said to be JSON; send Content-Type: application/json")
         try:
             json.dumps(data, ensure_ascii=False).encode()
         except UnicodeEncodeError:

@@ -17,6 +17,7 @@ from compressor.decode.runner import Runner
 from compressor.errors import CompressError, UsageError
 from compressor.generation import Settings
 from compressor.serve.app import make_app
+from compressor.serve.compiling import Compiler
 from compressor.serve.worker import Worker
 
 GRACE = 5
@@ -57,7 +58,7 @@ def serve_runner(runner: Runner, tokenizer: Any, model_name: str, listener: sock
         app = make_app(worker, tokenizer, model_name)
         config = uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=GRACE)
         with _signals_spent():
-            _Server(config, worker, _ready(runner, model_name, listener)).run(sockets=[listener])
+            _Server(config, worker, app.state.compiler, _ready(runner, model_name, listener)).run(sockets=[listener])
 
 
 def listen_on(host: str, port: int) -> socket.socket:
@@ -83,11 +84,11 @@ def listen_on(host: str, port: int) -> socket.socket:
 
 
 class _Server(uvicorn.Server):
-    """Says when it is ready, and does not wait for long texts when it has to end."""
+    """Says when it is ready, and waits neither for long texts nor for grammars when it has to end."""
 
-    def __init__(self, config: uvicorn.Config, worker: Worker, ready: str) -> None:
+    def __init__(self, config: uvicorn.Config, worker: Worker, compiler: Compiler, ready: str) -> None:
         super().__init__(config)
-        self._worker, self._ready = worker, ready
+        self._worker, self._compiler, self._ready = worker, compiler, ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -95,6 +96,7 @@ class _Server(uvicorn.Server):
             print(self._ready, flush=True)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._compiler.close()
         await asyncio.to_thread(self._worker.close)
         await super().shutdown(sockets)
 

@@ -79,7 +79,7 @@ class Worker:
                 self._waiting.append(handle)
                 self._changed.notify()
                 return handle
-        _tell(handle, Event([], error=_closed()))
+        _tell(handle, Event([], error=closed()))
         return handle
 
     def cancel(self, handle: Handle) -> None:
@@ -108,11 +108,11 @@ class Worker:
             self._admit()
             if self._running:
                 self._step()
-        self._fail_running(_closed())
+        self._fail_running(closed())
         with self._changed:
             waiting, self._waiting = self._waiting, deque()
         for handle in waiting:
-            _tell(handle, Event([], error=_closed()))
+            _tell(handle, Event([], error=closed()))
 
     def _wait(self) -> bool:
         """Sleep until there is work; False when it is time to end."""
@@ -176,7 +176,7 @@ class Worker:
             _tell(handle, Event([], error=error))
 
 
-def _closed() -> Closed:
+def closed() -> Closed:
     return Closed("the server is ending; send the request to another one")
 
 

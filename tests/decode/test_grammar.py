@@ -196,7 +196,7 @@ def test_a_grammar_that_the_vocabulary_cannot_spell_is_refused():
     with pytest.raises(UsageError, match=r"^schema: .* no token of the vocabulary continues the text"):
         grammar.json_schema(empty, TINY, opening)
     matcher = grammar.json_schema(empty, TINY, closing).matcher()  # shows only behind the first token
-    with pytest.raises(CompressError, match="no token of the vocabulary continues the text"):
+    with pytest.raises(grammar.GrammarError, match="no token of the vocabulary continues the text"):
         matcher.allowed([opening])
     assert grammar.json_schema(empty, TINY, closing + 1).matcher().allowed([opening])[closing]
 
@@ -304,8 +304,9 @@ def test_committing_what_is_forbidden_names_token_and_position_and_changes_nothi
         ([-1], "token -1 at position 1 is not allowed"),
         ([VOCABULARY], "token 320 at position 1 is not allowed"),
     ):
-        with pytest.raises(CompressError, match=f"^grammar: {message}"):
+        with pytest.raises(CompressError, match=f"^grammar: {message}") as caught:
             matcher.commit(tokens)
+        assert not isinstance(caught.value, UsageError)  # whoever commits it is at fault, not the grammar
         assert same(matcher.allowed([]), before)
     matcher.commit([*ids("bc"), EOS])
     assert matcher.allowed([]) is None
@@ -373,11 +374,11 @@ def test_a_matcher_that_runs_into_a_limit_says_so_instead_of_ending_the_text(mon
     assert grammar.regex(pattern, TINY, VOCABULARY).matcher().allowed(text) is not None
     monkeypatch.setattr(grammar, "_LIMITS", LLParserLimits(verbose_errors=False, max_lexer_states=40))
     matcher = grammar.regex(pattern, TINY, VOCABULARY).matcher()
-    with pytest.raises(CompressError, match=r"^grammar: llguidance gave up \(lexer error: too many states"):
+    with pytest.raises(grammar.GrammarError, match=r"^grammar: llguidance gave up \(lexer error: too many states"):
         for i in range(len(text)):
             matcher.allowed(text[:i])
     for call in (matcher.allowed, matcher.commit):
-        with pytest.raises(CompressError, match="too many states"):  # for good
+        with pytest.raises(grammar.GrammarError, match="too many states"):  # for good
             call(ids("a"))
     monkeypatch.setattr(grammar, "_LIMITS", LLParserLimits(verbose_errors=False, max_lexer_states=2))
     with pytest.raises(UsageError, match=r"^pattern: .*too many states"):

@@ -206,6 +206,7 @@ def test_keys_that_change_nothing_are_accepted(served):
     plain = chat(served, seed=3, max_tokens=20).choices[0].message.content
     harmless = {"user": "me", "metadata": {"a": "b"}, "store": False, "n": 1, "presence_penalty": 0, "logprobs": False}
     assert chat(served, seed=3, max_tokens=20, **harmless).choices[0].message.content == plain
+    assert chat(served, seed=3, max_tokens=20, presence_penalty=0.0).choices[0].message.content == plain
     nulls = {"stop": None, "top_p": None, "tools": None, "response_format": None, "reasoning_effort": None}
     assert chat(served, seed=3, max_tokens=20, extra_body=nulls).choices[0].message.content == plain
 

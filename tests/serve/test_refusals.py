@@ -37,6 +37,8 @@ def refused(served, path, body):
     ("key", "value", "says"),
     [
         ("n", 2, "n: 2 is not supported here; it can only be 1"),
+        ("n", True, "n: True is not supported here; it can only be 1"),
+        ("presence_penalty", False, "presence_penalty: False is not supported here; it can only be 0"),
         ("logit_bias", {"5": 1}, "logit_bias: "),
         ("presence_penalty", 0.5, "presence_penalty: 0.5 is not supported"),
         ("frequency_penalty", -1, "frequency_penalty: "),

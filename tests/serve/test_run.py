@@ -1,5 +1,6 @@
 """The whole server as a process: it says where it is, ends when it is told to, and refuses an address in one line."""
 
+import json
 import os
 import re
 import signal
@@ -7,8 +8,10 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
-from contextlib import closing
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -33,12 +36,28 @@ print("ended", runner.decoder.vocab_size)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_it_says_when_it_is_ready_and_a_signal_ends_it_even_in_a_stream(tmp_path, number):
-    tiny.save(tmp_path, max_position_embeddings=100_000)
+TELLING = """
+from compressor.decode import grammar
+compile_it = grammar.json_schema
+grammar.json_schema = lambda *arguments: print("compiling", flush=True) or compile_it(*arguments)
+"""
+LASTING = """
+import threading
+from types import SimpleNamespace
+from compressor.serve import compiling
+thread = threading.Thread
+compiling.threading = SimpleNamespace(Thread=lambda **options: thread(**options | {"daemon": False}))
+"""
+FOR_HOURS = {"allOf": [{"type": "string", "pattern": f".{{0,{i}}}xi.*"} for i in range(60)]}
+
+
+@contextmanager
+def server(folder, script=SCRIPT):
+    """The process of `script`, and its address."""
+    tiny.save(folder, max_position_embeddings=100_000)
     paths = os.pathsep.join([str(Path(tiny.__file__).parent), str(Path(__file__).parents[2])])
     process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, str(tmp_path)],
+        [sys.executable, "-c", script, str(folder)],
         env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -46,7 +65,17 @@ def test_it_says_when_it_is_ready_and_a_signal_ends_it_even_in_a_stream(tmp_path
     )
     try:
         line = process.stdout.readline()
-        url = re.fullmatch(r"serving tiny at (http://127\.0\.0\.1:\d+/v1)\n", line)[1]
+        yield process, re.fullmatch(r"serving tiny at (http://127\.0\.0\.1:\d+/v1)\n", line)[1]
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        process.stderr.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_it_says_when_it_is_ready_and_a_signal_ends_it_even_in_a_stream(tmp_path, number):
+    with server(tmp_path) as (process, url):
         body = b'{"model": "tiny", "prompt": "abc", "max_tokens": 90000, "stream": true}'
         request = urllib.request.Request(f"{url}/completions", body, {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=20) as stream:
@@ -57,11 +86,35 @@ def test_it_says_when_it_is_ready_and_a_signal_ends_it_even_in_a_stream(tmp_path
         assert '"message": "the server is ending' in end and end.endswith("data: [DONE]\n\n")
         assert process.wait(timeout=20) == 0 and time.monotonic() - start < 4
         assert (process.stdout.read(), process.stderr.read().replace("\r", "")) == ("ended 320\n", "")
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
-        process.stderr.close()
+
+
+def ask_for_hours(url):
+    """Status and answer to a request with a grammar that is not compiled in any reasonable time."""
+    form = {"type": "json_schema", "json_schema": {"schema": FOR_HOURS}}
+    body = json.dumps({"model": "tiny", "prompt": "abc", "response_format": form}).encode()
+    request = urllib.request.Request(f"{url}/completions", body, {"Content-Type": "application/json"})
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(request, timeout=20)
+    with caught.value as answer:
+        return answer.code, answer.read().decode()
+
+
+@pytest.mark.parametrize("daemon", [True, False])
+def test_a_signal_ends_it_while_a_grammar_is_compiled_for_hours(tmp_path, daemon):
+    """Unless the thread is one that Python waits for."""
+    script = TELLING + ("" if daemon else LASTING) + SCRIPT
+    with ThreadPoolExecutor(1) as pool, server(tmp_path, script) as (process, url):
+        asked = pool.submit(ask_for_hours, url)
+        assert process.stdout.readline() == "compiling\n"
+        process.send_signal(signal.SIGTERM)
+        status, answer = asked.result(timeout=4)
+        assert status == 503 and "the server is ending" in answer
+        assert process.stdout.readline() == "ended 320\n"
+        if daemon:
+            assert process.wait(timeout=8) == 0
+        else:
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(timeout=8)
 
 
 def test_a_port_in_use_is_named_before_anything_is_loaded(tmp_path):
