@@ -45,8 +45,9 @@ def ensure_keypair(folder: Path | None = None) -> tuple[Path, Path]:
     """
     folder = Path(folder) if folder is not None else keys_folder()
     private, public = folder / PRIVATE_KEY, folder / PUBLIC_KEY
+    published = public.exists()  # asked first: whoever makes a pair at this moment writes the private key first
     if not private.exists():
-        if public.exists():
+        if published:
             raise CompressError(
                 f"{public}: its private key {PRIVATE_KEY} is gone; restore it or move {PUBLIC_KEY} away"
             )

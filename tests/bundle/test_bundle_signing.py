@@ -3,6 +3,7 @@
 import os
 import stat
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from cryptography.hazmat.primitives import serialization
@@ -51,6 +52,19 @@ class TestKeypair:
         with ThreadPoolExecutor(8) as pool:
             pairs = list(pool.map(lambda _: signing.ensure_keypair(tmp_path), range(8)))
         assert len({signing.fingerprint(public) for _, public in pairs}) == 1
+
+    def test_a_pair_that_another_process_makes_meanwhile_is_not_taken_for_a_lost_key(self, tmp_path, monkeypatch):
+        exists, other = Path.exists, []
+
+        def late(path):
+            found = exists(path)
+            if path.name == "signing.key" and not other:  # looked for, and made right after
+                other.append(None)
+                other[:] = [signing.ensure_keypair(tmp_path)]
+            return found
+
+        monkeypatch.setattr(Path, "exists", late)
+        assert signing.ensure_keypair(tmp_path) == other[0]
 
     def test_the_folder_is_compress_keys_else_the_configuration_folder(self, tmp_path, monkeypatch):
         monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "xdg"))
