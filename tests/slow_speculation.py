@@ -7,6 +7,7 @@ import torch
 
 from compressor.decode import Law, Runner
 from compressor.proposers.base import Context
+from compressor.proposers.nodes import NodeCache
 
 
 @dataclass
@@ -232,6 +233,10 @@ class _Twin:
 
 
 def read_in_pieces(monkeypatch, size):
-    """From here on a pass reads at most `size` tokens of a text."""
+    """From here on a pass reads at most `size` tokens of a text. Returns the numbers of tokens that the proposer reads
+    at a time, a list that fills."""
     for module in ("decode.batch", "proposers.draft_model", "proposers.recurrent"):
         monkeypatch.setattr(f"compressor.{module}.CHUNK", size)
+    pieces, text = [], NodeCache.text
+    monkeypatch.setattr(NodeCache, "text", lambda self, count: pieces.append(count) or text(self, count))
+    return pieces

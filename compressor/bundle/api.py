@@ -92,7 +92,7 @@ def check_settings(
     num_speculative_tokens: int | Length, branching: Sequence[int] | None, rule: str, kernel: str
 ) -> None:
     """Refuse what `Bundle.runner` could not run, whichever bundle and proposer it is. Raises UsageError."""
-    from compressor.decode.batch import RULES
+    from compressor.decode.batch import check_rule
     from compressor.decode.length import Fixed
     from compressor.kernels.linear import check_kernel
     from compressor.proposers import load
@@ -103,8 +103,7 @@ def check_settings(
             f"num_speculative_tokens: {k!r} is neither an integer nor a length such as compressor.decode.Adaptive()"
         )
     load.check_size((Fixed(k) if isinstance(k, int) else k).limit, branching)
-    if rule not in RULES:
-        raise UsageError(f"rule: {rule!r} is not one of {', '.join(RULES)}")
+    check_rule(rule)
     check_kernel(kernel)
 
 

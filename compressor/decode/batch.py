@@ -99,8 +99,13 @@ class Text:
         """Whether the next pass reads prompt."""
         return not self.output.cycles
 
+    @property
+    def _in_pieces(self) -> bool:
+        """Whether the next pass reads prompt and leaves some of it: no draft, and no logits that count."""
+        return len(self.pending) > CHUNK
+
     def feed(self) -> Feed:
-        if len(self.pending) > CHUNK:  # more than a pass reads: nothing is drafted yet
+        if self._in_pieces:
             return Feed(self.pending[:CHUNK], self.cache)
         tokens = [*self.pending, *self.draft.tokens]
         return Feed(tokens, self.cache, self.draft.parents, len(self.draft.tokens) + 1)
@@ -118,7 +123,7 @@ class Text:
     def advance(self, result: Pass, rule: str) -> int:
         """Verify the draft by the target's logits, commit what stands; returns how many levels were accepted."""
         draft = self.draft
-        if len(self.pending) > CHUNK:
+        if self._in_pieces:
             self._keep(result, CHUNK, [])
             self.pending, self.fresh = self.pending[CHUNK:], []
             return 0
@@ -188,8 +193,7 @@ class Batch:
     def __init__(
         self, decoder: Decoder, proposer: Proposer | None = None, length: Length | None = None, rule: str = "exact"
     ) -> None:
-        if rule not in RULES:
-            raise UsageError(f"acceptance rule '{rule}' is unknown; one of {', '.join(RULES)}")
+        check_rule(rule)
         self.decoder, self.proposer, self.rule = decoder, proposer, rule
         self.length = length if length is not None else Fixed(3)
         check_size(self.length.limit)
@@ -251,6 +255,12 @@ class Batch:
             action(text, *args)
         except Exception as error:  # kept for the caller; the texts beside it have nothing to do with it
             text.fresh, text.error = [], error
+
+
+def check_rule(rule: str) -> None:
+    """Raises UsageError for a name that is not among `RULES`."""
+    if rule not in RULES:
+        raise UsageError(f"rule: {rule!r} is not one of {', '.join(RULES)}")
 
 
 def _check(request: Request, history: list[int], decoder: Decoder) -> None:

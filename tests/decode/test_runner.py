@@ -157,6 +157,8 @@ def test_models_whose_state_cannot_be_rolled_back_are_refused(model):
         Runner(model, num_speculative_tokens=-1)
     with pytest.raises(UsageError, match="num_speculative_tokens: 65: a draft can have 64 tokens"):
         Runner(model, num_speculative_tokens=65)
+    with pytest.raises(UsageError, match="rule: 'medusa' is not one of exact, typical"):
+        Runner(model, rule="medusa")
     model.config.layer_types = ["linear_attention", "full_attention"]
     try:
         with pytest.raises(CompressError, match="linear_attention layers cannot be rolled back"):

@@ -125,9 +125,10 @@ def test_every_token_is_read_once_and_the_last_level_never(monkeypatch):
 def test_a_prompt_read_in_pieces_gives_the_same_run(size, monkeypatch):
     target, draft = models()
     settings = {"new": 20, "k": 3, "temperature": 1.0, "seed": 4}
-    slow.read_in_pieces(monkeypatch, size)
+    pieces = slow.read_in_pieces(monkeypatch, size)
     found = slow.run(Decoder(target), DraftModelProposer(Decoder(draft), 24, 24, TREE), PROMPT, **settings)
     assert found == reference(target, draft, 24, branching=TREE, **settings)
+    assert max(pieces) == size
 
 
 def test_the_cache_grows_with_the_text(monkeypatch):

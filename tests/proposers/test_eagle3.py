@@ -166,9 +166,10 @@ def full_vocabulary(own_head=True):
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_a_prompt_read_in_pieces_gives_the_same_run(size, target, tmp_path, monkeypatch):
     proposer = Eagle3Proposer.load(write(tmp_path / "head", tensors(), raw()), Decoder(target), TREE)
-    slow.read_in_pieces(monkeypatch, size)
+    pieces = slow.read_in_pieces(monkeypatch, size)
     found = slow.run(Decoder(target), proposer, PROMPT, new=15, k=3)
     assert found == slow.speculate(*reference(target, tensors()), PROMPT, branching=TREE, new=15, k=3)
+    assert max(pieces) == size
 
 
 @pytest.mark.parametrize(

@@ -150,9 +150,10 @@ def test_a_run_equals_the_slow_reference(layout, count, branching, temperature, 
 def test_a_prompt_read_in_pieces_gives_the_same_run(size, tmp_path, monkeypatch):
     stored = modules("deepseek", 3)
     model, decoder, proposer = loaded(write(tmp_path / "model", stored))
-    slow.read_in_pieces(monkeypatch, size)
+    pieces = slow.read_in_pieces(monkeypatch, size)
     found = slow.run(decoder, proposer, PROMPT, new=12, k=4)
     assert found == slow.speculate(*reference(model, stored, "deepseek", 3), PROMPT, new=12, k=4)
+    assert max(pieces) == size
 
 
 @pytest.mark.parametrize(("layout", "count"), CASES)
