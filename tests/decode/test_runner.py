@@ -51,6 +51,12 @@ def test_the_target_alone_gives_the_tokens_of_transformers(model):
     assert ours.token_ids == theirs[0, len(PROMPT) :].tolist()
 
 
+def test_every_step_of_a_stream_has_tokens_however_the_prompt_is_read(model, monkeypatch):
+    monkeypatch.setattr("compressor.decode.batch.CHUNK", 8)
+    steps = [list(fresh) for fresh, _ in Runner(model).stream(PROMPT, 3, GREEDY, 0, ())]
+    assert [len(fresh) for fresh in steps] == [1, 1, 1]
+
+
 def test_cycles_can_be_recounted(model):
     text = Runner(model).generate(PROMPT, 40, GREEDY, 0, ()).token_ids
     out = Runner(model, Oracle(text, wrong={2, 12}), 3).generate(PROMPT, 21, GREEDY, 0, ())

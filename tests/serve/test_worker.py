@@ -76,18 +76,32 @@ def test_a_request_that_the_batch_refuses_gets_its_error_and_nobody_else_does(wo
     assert not tokens and isinstance(last.error, UsageError) and "8192 positions" in str(last.error)
 
 
-def test_an_error_of_one_text_ends_that_text_alone(worker):
+@pytest.mark.parametrize(("kind", "logged"), [(CompressError, False), (RuntimeError, True)])
+def test_an_error_of_one_text_ends_that_text_alone_and_is_logged_where_nobody_foresaw_it(worker, caplog, kind, logged):
     class Nothing:
         def matcher(self):
             return self
 
         def allowed(self, path):
-            raise CompressError("grammar: nothing is allowed")
+            raise kind("grammar: nothing is allowed")
 
     _, good = submit(worker, 30)
     _, bad = submit(worker, law=Law(grammar=Nothing()))
     assert str(collect(bad)[1].error) == "grammar: nothing is allowed"
     assert len(collect(good)[0]) == 30
+    assert ("nothing is allowed" in caplog.text) == logged
+
+
+def test_while_a_prompt_is_read_in_pieces_nothing_is_told(worker, monkeypatch):
+    monkeypatch.setattr("compressor.decode.batch.CHUNK", 1)
+    told = queue.SimpleQueue()
+    worker.submit(request(4), told.put)
+    events = [told.get(timeout=20)]
+    while events[-1].stop is None:
+        events.append(told.get(timeout=20))
+    assert all(event.tokens for event in events)
+    statistics = worker.statistics()
+    assert statistics["cycles"] == len(events) and statistics["tokens"] == 4
 
 
 def test_a_step_that_fails_fails_what_runs_and_the_thread_lives_on(worker, runner, monkeypatch, caplog):
