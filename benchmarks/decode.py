@@ -15,13 +15,13 @@ import argparse
 import json
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import psutil
 import torch
+from _turns import Engine, Run, rates, take_turns, timing
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
@@ -34,9 +34,6 @@ LOOKUP_MAX = 4
 LONGEST_PROMPT = 1024
 SHORT = ("writing", "qa")
 COPYING = ("summarization", "extraction")
-
-Run = dict[str, float]
-Engine = Callable[[list[list[int]], int], list[Run]]
 
 
 def prompts(path: Path, tokenizer: Any, categories: tuple[str, ...], each: int) -> list[list[int]]:
@@ -65,10 +62,6 @@ def ours(runner: Runner) -> Engine:
         return runs
 
     return run
-
-
-def timing(tokens: int, start: float, first: float, end: float) -> Run:
-    return {"tokens": tokens, "seconds": end - start, "decode_seconds": end - first}
 
 
 class FirstToken(BaseStreamer):
@@ -147,15 +140,6 @@ def engines(args: argparse.Namespace) -> dict[str, Engine]:
     return found
 
 
-def rates(runs: list[Run]) -> dict[str, float]:
-    """Tokens a second over one round of a set."""
-    decoded = sum(run["tokens"] - 1 for run in runs)
-    return {
-        "decode": decoded / sum(run["decode_seconds"] for run in runs),
-        "total": sum(run["tokens"] for run in runs) / sum(run["seconds"] for run in runs),
-    }
-
-
 PAIRS = (
     ("ours", "transformers"),
     ("ours n-gram", "ours"),
@@ -194,18 +178,13 @@ def main() -> None:
     running = engines(args)
     seen: dict[str, dict[str, list[dict[str, float]]]] = {name: {key: [] for key in running} for name in sets}
     cycles: dict[str, dict[str, float]] = {name: {} for name in sets}
-    for round_number in range(-1, args.rounds):  # the first one warms up
-        for name, rows in sets.items():
-            runs: dict[str, list[Run]] = {key: [] for key in running}
-            for ids in rows if round_number >= 0 else rows[:1]:
-                for key, run in running.items():
-                    runs[key] += run([ids], args.tokens)
-            for key, entries in runs.items():
-                if "tokens_per_cycle" in entries[0]:
-                    cycles[name][key] = sum(entry["tokens_per_cycle"] for entry in entries) / len(entries)
-                if round_number >= 0:
-                    seen[name][key].append(rates(entries))
-                    print(round_number, name, key, {k: round(v, 1) for k, v in rates(entries).items()}, flush=True)
+    for round_number, name, runs in take_turns(running, sets, args.tokens, args.rounds):
+        for key, entries in runs.items():
+            if "tokens_per_cycle" in entries[0]:
+                cycles[name][key] = sum(entry["tokens_per_cycle"] for entry in entries) / len(entries)
+            if round_number >= 0:
+                seen[name][key].append(rates(entries))
+                print(round_number, name, key, {k: round(v, 1) for k, v in rates(entries).items()}, flush=True)
     result = {
         "threads": 2,
         "k": K,

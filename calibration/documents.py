@@ -38,15 +38,16 @@ def check_field(value: Any, where: str) -> None:
         _check_unicode(message["content"], where)
 
 
-def encode_field(value: Any, tokenizer: Any, where: str) -> list[int]:
-    """Ids of a user's text or messages; CompressError naming `where` for what `check_field` or the template refuses."""
+def encode_field(value: Any, tokenizer: Any, where: str, *, answer: bool = False) -> list[int]:
+    """Ids of a user's text or messages, with `answer` ready for the assistant's; CompressError naming `where` for what
+    `check_field` or the template refuses."""
     check_field(value, where)
     if isinstance(value, str):
         return encode_text(value, tokenizer)
     if not tokenizer.chat_template:
         raise CompressError(f"{where}: holds messages, but the tokenizer has no chat template; give text instead")
     try:
-        return encode_messages(value, tokenizer)
+        return encode_messages(value, tokenizer, answer=answer)
     except TemplateError as error:
         raise CompressError(f"{where}: the chat template refuses these messages: {first_line(error)}") from error
 

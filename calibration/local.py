@@ -21,7 +21,7 @@ def load(path: Any, tokenizer: Any, *, rows: int, length: int, seed: int) -> tup
     path, CompressError (file, line) for a line that is not such an object, an empty file, or too few tokens.
     """
     data = read_bytes(path, "calibration.path")
-    documents = shuffled(_parse(data, path), seed)
+    documents = shuffled(parse(data, path), seed)
     tokens = (encode_field(value, tokenizer, f"{path} line {number}: {key}") for number, key, value in documents)
     ids = pack(tokens, rows=rows, length=length, separator=tokenizer.eos_token_id, source=str(path))
     source = {"name": Path(path).name, "sha256": hashlib.sha256(data).hexdigest()}
@@ -38,8 +38,8 @@ def read_bytes(path: Any, key: str) -> bytes:
         raise UsageError(f"{key}: cannot read {path}: {error.strerror}; name an existing file") from error
 
 
-def _parse(data: bytes, path: Any) -> list[tuple[int, str, Any]]:
-    """(line number, field name, value) of every non-blank line."""
+def parse(data: bytes, path: Any) -> list[tuple[int, str, Any]]:
+    """(line number, field name, value) of every non-blank line of `data`, what `path` holds; errors as `load`."""
     documents: list[tuple[int, str, Any]] = []
     # Split on line feeds alone: str.splitlines would also split inside strings at U+2028.
     for number, raw in enumerate(data.split(b"\n"), start=1):

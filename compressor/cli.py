@@ -13,12 +13,14 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from compressor import cli_decode
+from compressor import cli_decode, cli_train
 from compressor.cli_decode import BundleFolder
 from compressor.cli_output import Json, Output, write
+from compressor.cli_train import Overrides, RecipeFile
 from compressor.errors import CompressError, UsageError
 
 DEFAULT_COMMAND = "run"
+RESUMABLE = (DEFAULT_COMMAND, "train", "heal")
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -50,7 +52,7 @@ class Commands(TyperGroup):
         except CompressError as error:
             _stop(" ".join(str(error).split()), error.exit_code)
         except KeyboardInterrupt:
-            resumable = ctx.invoked_subcommand == DEFAULT_COMMAND
+            resumable = ctx.invoked_subcommand in RESUMABLE
             _stop("interrupted; continue with --resume" if resumable else "interrupted", 130)
         except OSError as error:
             if error.errno == errno.EPIPE:
@@ -85,12 +87,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     subcommand_metavar="RECIPE.yaml | COMMAND [ARGS]...",
 )
-
-RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE.yaml", help="The recipe.", show_default=False)]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Override a recipe key, as in quantization.format=nvfp4."),
-]
 
 
 def _version(asked: bool) -> None:
@@ -178,6 +174,9 @@ def inspect(
 
 app.command()(cli_decode.generate)
 app.command()(cli_decode.serve)
+app.command()(cli_train.train)
+app.command()(cli_train.heal)
+app.command("check-head")(cli_train.check_head)
 
 
 @app.command()

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedTokenizerBase
 
-from compressor import blocks, formats, models, record
+from compressor import blocks, formats, models, propose, record
 from compressor.activations import Activations
 from compressor.bundle import api as bundle_api
 from compressor.bundle import signing
@@ -26,18 +26,13 @@ from compressor.checkpoint.inventory import Inventory
 from compressor.checkpoint.tokenizer import load_tokenizer
 from compressor.checkpoint.weights import Weights
 from compressor.decode import engine
-from compressor.decode.decoder import Decoder
-from compressor.decode.law import Law
-from compressor.decode.runner import Runner
 from compressor.errors import CompressError, UsageError
 from compressor.evals import build as build_rows
-from compressor.evals import prompts as evaluation_prompts
 from compressor.job import Job
-from compressor.measure import acceptance, quality
+from compressor.measure import quality
 from compressor.models.skeleton import model_config
 from compressor.models.stream import BlockStream
 from compressor.preflight import check_source, probe_output, staging_folder
-from compressor.proposers import load
 from compressor.recipe import Recipe
 from compressor.ui import UI
 
@@ -131,12 +126,14 @@ def run(
     try:
         pin_source(state)
         calibrate(state)
+        propose.train(state)
         baseline(state)
         state.release_target()
         quantize(state)
         staging = stage_bundle(state, out)
         try:
             measure(state, staging)
+            propose.put(state, staging)
             bundle = record.finish_bundle(state, staging, out, private_key, public_key)
         except BaseException:
             shutil.rmtree(staging, ignore_errors=True)
@@ -197,31 +194,11 @@ def baseline(state: Run) -> None:
         writer.save_atomic(state.job.path(EVALUATION), {"ids": rows.ids})
         entry["quality"] = {"name": rows.name, "digest": rows.digest}
     if recipe.proposer.kind != "none":
-        entry["acceptance"] = measure_acceptance(state, state.target, state.source.folder, "baseline")
-    state.job.finish("baseline", entry)
-
-
-def measure_acceptance(state: Run, model: torch.nn.Module, folder: Path, target: str) -> dict:
-    """Acceptance of the recipe's proposer against `model`, loaded from `folder`, on the evaluation prompts."""
-    recipe = state.recipe
-    settings, spec = recipe.measure.acceptance, recipe.proposer
-    decoder = Decoder(model)
-    choice = load.parse(spec.name, folder, spec.branching)
-    window = {"prompt_lookup_min": spec.prompt_lookup_min, "prompt_lookup_max": spec.prompt_lookup_max}
-    proposer = load.build(choice, decoder, folder, window)
-    token_ids = evaluation_prompts.acceptance_prompts(state.tokenizer, settings.prompts)
-    with state.ui.progress(f"acceptance, {target} target", len(token_ids)) as progress:
-        return acceptance.measure(
-            Runner(decoder, proposer, spec.num_speculative_tokens, spec.rule),
-            token_ids,
-            task="evaluation prompts",
-            target=target,
-            k=spec.num_speculative_tokens,
-            max_new_tokens=settings.max_new_tokens,
-            law=Law(settings.temperature, settings.top_k, settings.top_p),
-            seed=recipe.run.seed,
-            progress=progress,
+        model = state.target
+        entry["acceptance"] = propose.acceptance_of(
+            state, model, state.source.folder, "baseline", propose.folder(state)
         )
+    state.job.finish("baseline", entry)
 
 
 def quantize(state: Run) -> None:
@@ -392,5 +369,5 @@ def measure(state: Run, staging: Path) -> None:
     model = engine.load(staging, dtype=state.dtype)
     entry["kernels"] = record.kernels(model)
     if state.recipe.proposer.kind != "none":
-        entry["acceptance"] = measure_acceptance(state, model, staging, "quantized")
+        entry |= propose.measure(state, model, staging)
     state.job.finish("measure", entry)

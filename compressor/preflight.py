@@ -12,6 +12,7 @@ from compressor.evals import prompts as evaluation_prompts
 from compressor.models import skeleton
 from compressor.proposers import load
 from compressor.recipe import matches
+from compressor.train import head
 
 if TYPE_CHECKING:
     from compressor.checkpoint.inventory import Inventory
@@ -67,7 +68,11 @@ def check_source(state: Run) -> None:
                 state.fmt.check(inventory.tensors[key].shape[1], key.removesuffix(".weight"))
     settings = state.recipe.measure.acceptance
     if state.recipe.proposer.kind != "none":
-        load.parse(state.recipe.proposer.name, state.source.folder, state.recipe.proposer.branching)
+        proposer = state.recipe.proposer
+        if proposer.training is None:
+            load.parse(proposer.name, state.source.folder, proposer.branching)
+        else:
+            head.aux_of(state.config.num_hidden_layers, proposer.training)
         prompts = evaluation_prompts.acceptance_prompts(state.tokenizer, settings.prompts)
         longest = max(map(len, prompts)) + settings.max_new_tokens
         if longest > state.config.max_position_embeddings:

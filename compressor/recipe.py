@@ -13,26 +13,17 @@ from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from compressor import recipe_text
 from compressor.errors import UsageError
+from compressor.recipe_base import Section, refuse
+from compressor.recipe_training import Heal, Training
 
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Glob = Annotated[str, Field(min_length=1)]
 Probability = Annotated[float, Field(gt=0, le=1)]
-
-
-def _refuse(key: str, value: Any, reason: str) -> PydanticCustomError:
-    """An error of a combination of keys, reported at `key` of the section whose validator raises it."""
-    return PydanticCustomError("combination", "{reason}", {"key": key, "value": value, "reason": reason})
-
-
-class Section(BaseModel):
-    """What all sections share: no unknown keys, no coercion ("128" is not 128), no NaN, immutable."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 class Source(Section):
@@ -53,9 +44,9 @@ class Source(Section):
     def _pins_fit_the_kind(self) -> Self:
         one_file = self.uri.startswith("pypi:") or self.uri.lower().endswith(".gguf")
         if self.revision is not None and one_file:
-            raise _refuse("revision", self.revision, "only a hub id has revisions; remove it")
+            raise refuse("revision", self.revision, "only a hub id has revisions; remove it")
         if self.sha256 is not None and not one_file:
-            raise _refuse("sha256", self.sha256, "only a pypi: or .gguf source has one file to check; remove it")
+            raise refuse("sha256", self.sha256, "only a pypi: or .gguf source has one file to check; remove it")
         return self
 
 
@@ -108,7 +99,7 @@ class Quantization(Section):
         if self.activations == "4bit" and formats.get(self.format).activations_config() is None:
             able = [name for name in formats.names() if formats.get(name).activations_config() is not None]
             reason = f"format {self.format} has no 4-bit activations; use 16bit, or format {' or '.join(able)}"
-            raise _refuse("activations", self.activations, reason)
+            raise refuse("activations", self.activations, reason)
         return self
 
     @property
@@ -154,9 +145,9 @@ class Calibration(Section):
         for key, kinds in {"path": ("jsonl", "tokens"), "dataset": ("hub",), "subset": ("hub",)}.items():
             value = getattr(self, key)
             if value is not None and self.kind not in kinds:
-                raise _refuse(key, value, f"kind {self.kind} does not use it; remove it, or set kind: {kinds[0]}")
+                raise refuse(key, value, f"kind {self.kind} does not use it; remove it, or set kind: {kinds[0]}")
             if value is None and self.kind in kinds and key != "subset":
-                raise _refuse(key, value, f"kind {self.kind} needs it")
+                raise refuse(key, value, f"kind {self.kind} needs it")
         return self
 
 
@@ -169,6 +160,8 @@ class Proposer(Section):
         "source's own modules), or none.",
     )
     path: str | None = Field(default=None, min_length=1, description="draft, medusa, eagle3: the folder.")
+    training: Training | None = Field(default=None, description="draft, medusa, eagle3: train one, in place of path.")
+    heal: Heal | None = Field(default=None, description="eagle3: fine-tune the head on the quantized target.")
     num_speculative_tokens: int = Field(
         default=3,
         ge=1,
@@ -190,12 +183,19 @@ class Proposer(Section):
     def _settings_fit_the_kind(self) -> Self:
         if self.prompt_lookup_max < self.prompt_lookup_min:
             reason = f"must be at least prompt_lookup_min ({self.prompt_lookup_min})"
-            raise _refuse("prompt_lookup_max", self.prompt_lookup_max, reason)
-        if (self.kind in ("draft", "medusa", "eagle3")) != (self.path is not None):
-            reason = f"kind {self.kind} " + ("needs it" if self.path is None else "does not use it; remove it")
-            raise _refuse("path", self.path, reason)
+            raise refuse("prompt_lookup_max", self.prompt_lookup_max, reason)
+        able = self.kind in ("draft", "medusa", "eagle3")
+        if self.path is None and self.training is None and able:
+            raise refuse("path", None, f"kind {self.kind} needs it, or a training section")
+        if self.path is not None and not able:
+            raise refuse("path", self.path, f"kind {self.kind} does not use it; remove it")
+        if self.training is not None and (self.path is not None or not able):
+            reason = "path names a finished one" if able else f"kind {self.kind} is not trained"
+            raise refuse("training", "…", f"{reason}; remove one of the two" if able else f"{reason}; remove it")
+        if self.heal is not None and self.kind != "eagle3":
+            raise refuse("heal", "…", f"kind {self.kind} is not healed; remove it")
         if self.branching is not None and self.kind in ("ngram", "suffix", "none"):
-            raise _refuse("branching", self.branching, f"kind {self.kind} drafts no tree; remove it")
+            raise refuse("branching", self.branching, f"kind {self.kind} drafts no tree; remove it")
         return self
 
     @model_validator(mode="after")
@@ -205,7 +205,7 @@ class Proposer(Section):
         found = load.misfit(self.num_speculative_tokens, self.branching)
         if found is not None:
             key, reason = found
-            raise _refuse(key, getattr(self, key), reason)
+            raise refuse(key, getattr(self, key), reason)
         return self
 
     @property
@@ -228,7 +228,7 @@ class Quality(Section):
     def _path_fits_the_kind(self) -> Self:
         if (self.kind == "text") != (self.path is not None):
             reason = "kind text needs it" if self.path is None else f"kind {self.kind} does not use it; remove it"
-            raise _refuse("path", self.path, reason)
+            raise refuse("path", self.path, reason)
         return self
 
 
@@ -304,7 +304,7 @@ class Recipe(Section):
             folder = Path.cwd() if key in set_keys else file.resolve().parent
             recipe_text.resolve_path(raw, key, folder)
         recipe = cls.from_dict(raw, origin=str(file), set_keys=set_keys)
-        for key in ("calibration.path", "measure.quality.path", "bundle.private_key"):
+        for key in FILE_KEYS:
             value = recipe_text.lookup(raw, key)
             if value is not None and not Path(value).is_file():
                 origin = "--set" if key in set_keys else str(file)
@@ -344,7 +344,14 @@ class Recipe(Section):
         return changes
 
 
-PATH_KEYS = ("source.uri", "calibration.path", "measure.quality.path", "bundle.private_key")
+FILE_KEYS = (
+    "calibration.path",
+    "measure.quality.path",
+    "bundle.private_key",
+    "proposer.training.answers.prompts",
+    "proposer.heal.answers.prompts",
+)
+PATH_KEYS = ("source.uri", *FILE_KEYS, "proposer.path")
 """Keys whose value may be a path. `source.uri` is one when it begins with ``.``, ``/`` or ``~``, is a .gguf file, or
 names an existing folder; otherwise it is a hub id or a pypi: URI and stays as written."""
 

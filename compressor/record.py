@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from compressor import bundle
+from compressor import bundle, propose
 from compressor.blocks import QuantizedLayer
 from compressor.bundle import environment as machine
 from compressor.bundle import ledger
@@ -21,6 +21,8 @@ from compressor.checkpoint.config import CONFIG, GENERATION_CONFIG, read_config
 from compressor.checkpoint.source import tokenizer_files
 from compressor.errors import naming
 from compressor.formats.config import quantization_config
+from compressor.proposers.load import HEAD_FOLDER
+from compressor.train.passport import files as head_files
 
 if TYPE_CHECKING:
     from compressor.pipeline import Run
@@ -133,6 +135,7 @@ def passport(state: Run, folder: Path) -> Passport:
             "kind": proposer.kind,
             "num_speculative_tokens": proposer.num_speculative_tokens if proposer.kind != "none" else 0,
             "settings": proposer.model_dump(mode="json", exclude={"kind", "num_speculative_tokens"}),
+            "files": head_files(folder / HEAD_FOLDER) if proposer.kind in propose.IN_BUNDLE else {},
         },
         verifier={"rule": RULES[proposer.rule], "lossy": proposer.rule != "exact", "law": law},
         workload={
@@ -143,7 +146,12 @@ def passport(state: Run, folder: Path) -> Passport:
         outcomes={
             "quality": _quality(baseline, measured),
             "acceptance": [
-                {**stage["acceptance"], "evidence": MEASURED} for stage in (baseline, measured) if "acceptance" in stage
+                {**row, "evidence": MEASURED}
+                for row in (
+                    *(baseline.get("acceptance"), measured.get("acceptance")),
+                    *(measured.get("before_healing"), measured.get("healed_in_vain")),
+                )
+                if row is not None
             ],
         },
         ledger=ledger.measure(folder, state.inventory),

@@ -155,6 +155,8 @@ def test_defaults_are_the_documented_ones(write):
         "proposer": {
             "kind": "ngram",
             "path": None,
+            "training": None,
+            "heal": None,
             "num_speculative_tokens": 3,
             "branching": None,
             "rule": "exact",
@@ -268,7 +270,7 @@ REFUSED = {
     "proposer:": "proposer: null is not allowed; must be a mapping",
     "proposer: {prompt_lookup_min: 5}": "prompt_lookup_max: 4 is not allowed: must be at least prompt_lookup_min (5)",
     "proposer: {kind: draft}": "proposer.path: missing; kind draft needs it",
-    "proposer: {path: head}": "proposer.path: 'head' is not allowed: kind ngram does not use it; remove it",
+    "proposer: {path: head}": "/head' is not allowed: kind ngram does not use it; remove it",
     "proposer: {branching: [2, 1]}": "proposer.branching: [2, 1] is not allowed: kind ngram drafts no tree; remove it",
     "proposer: {num_speculative_tokens: 65}": "proposer.num_speculative_tokens: 65 is not allowed: a draft can have 64",
     "proposer: {kind: mtp, branching: [9, 9, 9]}": "proposer.branching: [9, 9, 9] is not allowed: its tree has",

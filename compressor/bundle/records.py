@@ -213,6 +213,8 @@ class Acceptance(Record):
 
     task: str
     target: Literal["baseline", "quantized"]
+    head: Literal["healed"] | None = None
+    """`healed`: the proposer's head as fine-tuned on the quantized target; null: as it was before, or no head."""
     k: PositiveInt
     """Proposed tokens a cycle."""
     conditional: list[Fraction | None]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from compressor import models
 from compressor.decode.cache import SequenceCache
-from compressor.decode.layers import Layer, Norm, Span
+from compressor.decode.layers import Layer, Mixer, Norm, Span
 from compressor.decode.linear import Linear
 from compressor.errors import CompressError, UsageError, brief
 from compressor.proposers.base import FINAL, ROOT
@@ -121,7 +121,7 @@ class Decoder:
         ]
 
     def states(
-        self, tokens: Tensor, positions: Tensor, spans: list[Span], features: Sequence[int] = ()
+        self, tokens: Tensor, positions: Tensor, spans: list[Span] | Mixer, features: Sequence[int] = ()
     ) -> dict[int, Tensor]:
         """The states [N, hidden] of `tokens` int64 [N] that `features` names, and `FINAL` in any case. Keys and values
         are written behind the valid part of every span's cache."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -101,13 +101,15 @@ class Attention:
         self.q_norm = Norm(module.q_norm) if hasattr(module, "q_norm") else None
         self.k_norm = Norm(module.k_norm) if hasattr(module, "k_norm") else None
 
-    def __call__(self, x: Tensor, rope: Rope, spans: list[Span], index: int) -> Tensor:
+    def __call__(self, x: Tensor, rope: Rope, spans: "list[Span] | Mixer", index: int) -> Tensor:
         """x [N, in] → [N, hidden]; writes keys and values as layer `index` of every span's cache."""
         states = self.qkv(x).view(len(x), -1, self.head_dim)
         turned, values = states[:, : self.heads + self.kv_heads], states[:, self.heads + self.kv_heads :]
         if self.q_norm is not None and self.k_norm is not None:
             turned = torch.cat([self.q_norm(turned[:, : self.heads]), self.k_norm(turned[:, self.heads :])], 1)
         turned = rotate(turned, *rope)
+        if not isinstance(spans, list):
+            return self.out(spans(self, index, turned[:, : self.heads], turned[:, self.heads :], values))
         outputs = [
             self._attend(
                 turned[span.start : span.end, : self.heads],
@@ -142,6 +144,14 @@ class Attention:
         return mixed.view(self.kv_heads, group, count, self.head_dim).permute(2, 0, 1, 3).reshape(count, -1)
 
 
+class Mixer(Protocol):
+    """Attends for all tokens of a pass at once, in another way than span by span."""
+
+    def __call__(self, attention: Attention, index: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """queries [N, heads, d], keys and values [N, kv_heads, d] of layer `index` → [N, heads · d]."""
+        ...
+
+
 class Layer:
     """One block: attention and gated MLP on the residual stream, with two norms or, as in Gemma, four."""
 
@@ -158,7 +168,7 @@ class Layer:
             self.after_attention = self.after_mlp = _same
             self.before_mlp = Norm(block.post_attention_layernorm)
 
-    def __call__(self, x: Tensor, rope: Rope, spans: list[Span], index: int) -> Tensor:
+    def __call__(self, x: Tensor, rope: Rope, spans: list[Span] | Mixer, index: int) -> Tensor:
         """x [N, hidden] → [N, hidden]."""
         x = x + self.after_attention(self.attention(self.before_attention(x), rope, spans, index))
         return x + self.after_mlp(self.mlp(self.before_mlp(x)))

@@ -74,8 +74,8 @@ class Eagle3Proposer:
         its vocabulary into the target's; UsageError as `check_branching`.
         """
         folder, levels = Path(folder), check_branching(branching)
-        settings = _settings(folder)
-        tensors = Tensors.of_folder(folder, decoder.dtype, decoder.device, _renamed)
+        settings = read_settings(folder)
+        tensors = Tensors.of_folder(folder, decoder.dtype, decoder.device, plain_name)
         proposer = cls(settings, tensors, decoder, levels)
         tensors.refuse_rest(r"^mask_hidden$")  # of heads that can also draft in parallel
         return proposer
@@ -142,12 +142,13 @@ class Midlayer:
         )
 
 
-def _renamed(name: str) -> str:
+def plain_name(name: str) -> str:
     """The `speculators` format calls the block a first layer, as vLLM does."""
     return name.replace("layers.0.", "midlayer.", 1) if name.startswith("layers.0.") else name
 
 
-def _settings(folder: Path) -> Settings:
+def read_settings(folder: Path) -> Settings:
+    """What the head's config.json says. Raises CompressError for one that is not supported."""
     path = folder / CONFIG
     raw = read_json_object(path)
     kind = raw.get("speculators_model_type")
@@ -216,10 +217,15 @@ def _layer_config(path: Path, layer: dict[str, Any]) -> PreTrainedConfig:
     return config
 
 
+def default_aux(layers: int) -> tuple[int, ...]:
+    """vLLM's choice for a head that does not say which states it reads."""
+    return 2, layers // 2, layers - 3
+
+
 def _aux_layers(settings: Settings, decoder: Decoder) -> tuple[int, ...]:
     """The states to read: k is the residual stream after k layers."""
     count = len(decoder.layers)
-    ids = settings.aux if settings.aux is not None else (2, count // 2, count - 3)  # vLLM's default
+    ids = settings.aux if settings.aux is not None else default_aux(count)
     stated = "eagle_aux_hidden_state_layer_ids" + ("" if settings.aux is not None else " (vLLM's default)")
     if any(not 0 <= index <= count for index in ids):
         raise CompressError(f"{settings.path}: {stated}: {list(ids)}; the target has the states 0 to {count}")

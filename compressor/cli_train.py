@@ -1,0 +1,101 @@
+"""The commands about proposer heads: `compress train`, `compress heal` and `compress check-head`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from compressor.cli_output import Json, Output
+
+RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE.yaml", help="The recipe.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a recipe key, as in quantization.format=nvfp4."),
+]
+Target = Annotated[Path, typer.Argument(metavar="TARGET", help="Bundle or checkpoint folder.", show_default=False)]
+Head = Annotated[Path, typer.Argument(metavar="HEAD", help="The EAGLE-3 head's folder.", show_default=False)]
+Work = Annotated[
+    Path | None, typer.Option(help="Folder of the job's state.  [default: <out>.work]", show_default=False)
+]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue the job in --work.")]
+
+
+def train(
+    recipe: RecipeFile,
+    out: Annotated[
+        Path | None, typer.Option(help="The head's folder.  [default: head-<recipe name>]", show_default=False)
+    ] = None,
+    work: Work = None,
+    overrides: Overrides = None,
+    resume: Resume = False,
+    offline: Annotated[bool, typer.Option("--offline", help="Use only what is on this machine.")] = False,
+    json_file: Json = None,
+) -> None:
+    """Train the proposer of a recipe on what its target writes, and export it; quantizes nothing."""
+    from compressor.recipe import Recipe
+    from compressor.train import run
+    from compressor.ui import RichUI
+
+    output = Output(json_file)
+    job = Recipe.load(recipe, overrides or ())
+    place = out if out is not None else Path(f"head-{job.name}")
+    passport = run.train(job, place, work or _work(place), RichUI(), resume=resume, offline=offline)
+    output.result({"head": str(place), "passport": passport.model_dump(mode="json")})
+    output.line(_summary(place, passport.check.conditional, passport.check.tau))
+
+
+def heal(
+    target: Target,
+    head: Head,
+    out: Annotated[Path, typer.Option(help="The healed head's folder.", show_default=False)],
+    work: Work = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps of the optimizer.")] = None,
+    rate: Annotated[float | None, typer.Option(min=1e-9, max=1.0, help="Largest learning rate.")] = None,
+    count: Annotated[int | None, typer.Option(min=2, max=40_000, help="Prompts that the target answers.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of everything random.")] = 0,
+    resume: Resume = False,
+    json_file: Json = None,
+) -> None:
+    """Fine-tune an EAGLE-3 head on a quantized target's own answers, states and distribution."""
+    from compressor.recipe import Heal
+    from compressor.train import run
+    from compressor.ui import RichUI
+
+    output = Output(json_file)
+    spec = Heal()
+    optimization = {key: value for key, value in (("steps", steps), ("rate", rate)) if value is not None}
+    answers = {} if count is None else {"count": count, "held_out": min(spec.answers.held_out, max(1, count // 8))}
+    spec = Heal(
+        answers=spec.answers.model_copy(update=answers), optimization=spec.optimization.model_copy(update=optimization)
+    )
+    passport = run.heal(target, head, out, work or _work(out), spec, RichUI(), seed=seed, resume=resume)
+    output.result({"head": str(out), "passport": passport.model_dump(mode="json")})
+    output.line(_summary(out, passport.check.conditional, passport.check.tau))
+
+
+def check_head(target: Target, head: Head, json_file: Json = None) -> None:
+    """Measure an EAGLE-3 head's acceptance for a target and compare it with the head's passport; exits 1 on a fault."""
+    from compressor.checkpoint.tokenizer import load_tokenizer
+    from compressor.decode import engine
+    from compressor.train import check
+    from compressor.train.passport import HeadPassport, refuse_changed
+    from compressor.ui import RichUI
+
+    output = Output(json_file)
+    passport = HeadPassport.load(head)
+    if passport is not None:
+        refuse_changed(head, passport)
+    recorded = None if passport is None else passport.check.tau
+    finding = check.check(head, engine.decoder(target), load_tokenizer(target), recorded=recorded, ui=RichUI())
+    output.result({"head": str(head), "measured": finding.measured, "recorded_tau": recorded, "fault": finding.fault})
+    check.refuse(head, finding)
+    output.line(_summary(head, finding.measured["conditional"], finding.measured["tau"]))
+
+
+def _work(out: Path) -> Path:
+    return out.with_name(out.name + ".work")
+
+
+def _summary(head: Path, conditional: list[float | None], tau: float) -> str:
+    rates = " ".join("–" if rate is None else f"{rate:.3f}" for rate in conditional)
+    return f"{head}: acceptance {rates}, {tau:.2f} tokens a cycle on the check's prompts"

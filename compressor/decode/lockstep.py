@@ -1,0 +1,99 @@
+"""Many texts decoded one token each at a time, for writing much text; the runner's ragged batch is for serving it."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from compressor.decode.cache import SequenceCache
+from compressor.decode.decoder import CHUNK, FINAL, Decoder, Feed
+from compressor.decode.layers import Attention
+
+READ_TOKENS = 2048
+"""Tokens of prompts that are read in one pass."""
+
+
+class LockStep:
+    """`rows` texts of at most `capacity` tokens in one rectangular cache, each as long as it is.
+
+    Attention reads all rows in one operation, up to the longest: several times as fast as one by one where there are
+    many short texts. What lies behind a row's own end is masked, so that a row's law does not depend on the others.
+    """
+
+    def __init__(self, decoder: Decoder, rows: int, capacity: int) -> None:
+        self.decoder = decoder
+        shape = (rows, decoder.layers[0].kv_heads, capacity, decoder.layers[0].head_dim)
+        # Zeros: what lies behind a row's end has the weight 0, and 0 times the NaN of fresh memory would be NaN.
+        self.keys, self.values = (
+            [torch.zeros(shape, dtype=decoder.dtype, device=decoder.device) for _ in decoder.layers] for _ in range(2)
+        )
+        self.lengths = torch.zeros(rows, dtype=torch.long, device=decoder.device)
+
+    @torch.inference_mode()
+    def admit(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> Tensor:
+        """Read `prompts` into `rows`, in place of what they held; logits [len(rows), V] after each."""
+        logits = []
+        for batch in _batches([len(prompt) for prompt in prompts]):
+            caches = [self.decoder.cache(len(prompts[i])) for i in batch]
+            logits.append(self._read([prompts[i] for i in batch], caches))
+            for i, cache in zip(batch, caches, strict=True):
+                for index in range(len(self.keys)):
+                    self.keys[index][rows[i], :, : cache.length] = cache.keys[index]
+                    self.values[index][rows[i], :, : cache.length] = cache.values[index]
+                self.lengths[rows[i]] = cache.length
+        return torch.cat(logits)
+
+    def _read(self, prompts: Sequence[Sequence[int]], caches: list[SequenceCache]) -> Tensor:
+        """Logits [len(prompts), V] after each prompt, which its cache then holds."""
+        after: list[Tensor | None] = [None] * len(prompts)
+        for start in range(0, max(map(len, prompts)), CHUNK):
+            reading = [i for i, prompt in enumerate(prompts) if len(prompt) > start]
+            pieces = [prompts[i][start : start + CHUNK] for i in reading]
+            passes = self.decoder.forward([Feed(piece, caches[i]) for i, piece in zip(reading, pieces, strict=True)])
+            for i, piece, out in zip(reading, pieces, passes, strict=True):
+                caches[i].keep(len(piece))
+                after[i] = out.logits
+        return torch.cat([logits for logits in after if logits is not None])
+
+    @torch.inference_mode()
+    def step(self, tokens: Tensor) -> Tensor:
+        """Append `tokens` int64 [rows], one to each row; logits [rows, V] after them."""
+        longest = int(self.lengths.max()) + 1
+        behind = torch.arange(longest, device=tokens.device) - self.lengths[:, None]
+        masks: dict[int | None, Tensor] = {}
+        rows = torch.arange(len(tokens), device=tokens.device)
+
+        def mask(window: int | None) -> Tensor:
+            if window not in masks:
+                hidden = behind > 0 if window is None else (behind > 0) | (behind <= -window)
+                zero = torch.zeros(hidden.shape, dtype=self.decoder.dtype, device=tokens.device)
+                masks[window] = zero.masked_fill_(hidden, -torch.inf)[:, None, None]
+            return masks[window]
+
+        def mix(attention: Attention, index: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            self.keys[index][rows, :, self.lengths] = keys
+            self.values[index][rows, :, self.lengths] = values
+            mixed = F.scaled_dot_product_attention(
+                queries.reshape(len(rows), attention.kv_heads, -1, attention.head_dim),
+                self.keys[index][:, :, :longest],
+                self.values[index][:, :, :longest],
+                attn_mask=mask(attention.window),
+                scale=attention.scaling,
+            )
+            return mixed.reshape(len(rows), -1)
+
+        states = self.decoder.states(tokens, self.lengths, mix)
+        self.lengths += 1
+        return self.decoder.logits(states[FINAL])
+
+
+def _batches(lengths: Sequence[int]) -> Iterator[list[int]]:
+    """Indices in order, in batches of at most `READ_TOKENS` tokens or one text."""
+    batch: list[int] = []
+    for index, length in enumerate(lengths):
+        if batch and sum(lengths[i] for i in batch) + length > READ_TOKENS:
+            yield batch
+            batch = []
+        batch.append(index)
+    yield batch

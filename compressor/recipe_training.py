@@ -1,0 +1,74 @@
+"""The sections of a recipe about training a proposer: documents, optimization, healing."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from compressor.recipe_base import Section, refuse
+
+
+class Optimization(Section):
+    """How a proposer's weights are fitted."""
+
+    steps: int = Field(ge=1, description="Steps of the optimizer.")
+    rate: float = Field(gt=0, le=1, description="Largest learning rate; it warms up, then falls along a cosine.")
+    warmup: int = Field(default=50, ge=0, description="Steps of warm-up.")
+    batch_tokens: int = Field(default=4096, ge=16, description="Tokens of a batch, padding included.")
+    accumulation: int = Field(default=1, ge=1, description="Batches a step.")
+    evaluate_every: int = Field(default=200, ge=1, description="Steps between two looks at the held-out documents.")
+    patience: int | None = Field(
+        default=None, ge=1, description="Looks without better held-out acceptance before it stops; null = never."
+    )
+    save_every: int = Field(default=200, ge=1, description="Steps between checkpoints.")
+
+
+class Answers(Section):
+    """The documents that a proposer learns from: prompts, and what the target answers."""
+
+    prompts: str | None = Field(
+        default=None,
+        min_length=1,
+        description="JSON Lines file of text or messages; null = prompts written for this project.",
+    )
+    count: int = Field(default=12_000, ge=2, le=40_000, description="Prompts, from the front of the list.")
+    max_new_tokens: int = Field(default=128, ge=1, description="Longest answer.")
+    temperature: float = Field(default=0.0, ge=0, description="Sampling temperature of the answers; 0 = greedy.")
+    held_out: int = Field(default=128, ge=1, description="Documents that only judge.")
+    cache: Literal["disk", "none"] = Field(
+        default="disk", description="disk keeps the target's states in the work folder; none makes them every time."
+    )
+    cache_bytes: int = Field(default=20_000_000_000, ge=0, description="disk: refuse to start beyond this size.")
+
+    @model_validator(mode="after")
+    def _something_is_left(self) -> Self:
+        if self.held_out >= self.count:
+            raise refuse("held_out", self.held_out, f"must be smaller than count ({self.count})")
+        return self
+
+
+Unroll = Annotated[int, Field(ge=1, le=8, description="eagle3: steps of the training-time test.")]
+Decay = Annotated[float, Field(gt=0, le=1, description="Weight of a position's loss relative to the one before.")]
+
+
+class Training(Section):
+    """How a proposer is trained on what the target itself writes."""
+
+    answers: Answers = Field(default_factory=Answers)
+    optimization: Optimization = Field(default_factory=lambda: Optimization(steps=1500, rate=1e-3))
+    draft_vocab_size: int = Field(default=8192, ge=2, description="eagle3: ids that the head can propose.")
+    aux: list[Annotated[int, Field(ge=0)]] | None = Field(
+        default=None,
+        min_length=1,
+        description="eagle3: states that the head reads, k = after k layers; null = 2, half and all but 3 of them.",
+    )
+    unroll: Unroll = 3
+    decay: Decay = 0.8
+
+
+class Heal(Section):
+    """The fine-tune of a head on the states and the distribution of the quantized target."""
+
+    unroll: Unroll = 3
+    decay: Decay = 0.8
+    answers: Answers = Field(default_factory=lambda: Answers(count=2000))
+    optimization: Optimization = Field(default_factory=lambda: Optimization(steps=200, rate=2e-4, warmup=20))

@@ -1,0 +1,1 @@
+"""Proposer heads trained on what the target itself writes: answers, hidden states, the loop, export and checks."""

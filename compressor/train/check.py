@@ -1,0 +1,105 @@
+"""Whether a head on disk still drafts for a target as well as its passport says: the check after every export."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from compressor.decode.decoder import Decoder
+from compressor.decode.law import Law
+from compressor.decode.runner import Runner
+from compressor.errors import CompressError
+from compressor.evals.prompts import acceptance_prompts
+from compressor.measure import acceptance
+from compressor.proposers.eagle3 import Eagle3Proposer
+from compressor.ui import UI, NullUI
+
+PROMPTS, TOKENS, K = 8, 32, 3
+"""What the check measures: greedy answers of so many tokens to the first evaluation prompts of the package."""
+LEAST_SHARE = 0.8
+"""Of the recorded tokens beyond one a cycle: another machine's rounding moves them by a few percent, a head that reads
+the wrong states loses half of them or more."""
+LEAST_OF_HELD_OUT = 0.5
+"""Of the held-out acceptance in training, the share that an exported head must reach on the check's prompts, which are
+of other kinds."""
+LEAST_FIRST = 0.15
+"""Acceptance of the first token below which a head without a record is taken for damaged: guessing the most frequent
+tokens gives a few percent."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """`measured`: see `acceptance.measure`. `fault`: why the head is not what it should be, None where it is."""
+
+    measured: dict[str, Any]
+    fault: str | None
+
+
+def measure(proposer: Eagle3Proposer, decoder: Decoder, tokenizer: Any, ui: UI | None = None) -> dict[str, Any]:
+    """Acceptance on the check's prompts."""
+    prompts = acceptance_prompts(tokenizer, PROMPTS)
+    with (ui or NullUI()).progress("head check", PROMPTS) as progress:
+        return acceptance.measure(
+            Runner(decoder, proposer, K),
+            prompts,
+            task="head check",
+            target="baseline",
+            k=K,
+            max_new_tokens=TOKENS,
+            law=Law(temperature=0.0),
+            seed=0,
+            progress=progress,
+        )
+
+
+def check(
+    folder: Path,
+    decoder: Decoder,
+    tokenizer: Any,
+    *,
+    recorded: float | None = None,
+    least_first: float = LEAST_FIRST,
+    ui: UI | None = None,
+) -> Finding:
+    """Load the head in `folder` for the target and compare its tau with the one `recorded` for it; without one, the
+    acceptance of its first token with `least_first`.
+
+    The fault names what helps: a head whose states lie one layer off is tried with its neighbours too. Errors as
+    `Eagle3Proposer.load`.
+    """
+    proposer = Eagle3Proposer.load(folder, decoder)
+    measured = measure(proposer, decoder, tokenizer, ui)
+    first = measured["conditional"][0] or 0.0
+    if recorded is None:
+        if first >= least_first:
+            return Finding(measured, None)
+        fault = (
+            f"its first token is accepted {first:.1%} of the time, {least_first:.1%} is the least to expect: "
+            "untrained, damaged, or of another target"
+        )
+    else:
+        if measured["tau"] - 1 >= LEAST_SHARE * (recorded - 1):
+            return Finding(measured, None)
+        fault = f"tau is {measured['tau']:.2f}, {recorded:.2f} is recorded: other weights, or another target"
+    better = _better_states(proposer, measured["tau"], decoder, tokenizer)
+    return Finding(measured, fault + better)
+
+
+def _better_states(proposer: Eagle3Proposer, tau: float, decoder: Decoder, tokenizer: Any) -> str:
+    """Whether the states one layer further up or down suit the head better."""
+    own, found = proposer.features, []
+    for shift in (-1, 1):
+        moved = tuple(index + shift for index in own)
+        if moved[0] >= 0 and moved[-1] <= len(decoder.layers):
+            proposer.features = moved
+            found.append((measure(proposer, decoder, tokenizer)["tau"], moved))
+    proposer.features = own
+    best, moved = max(found, default=(0.0, own))
+    if best - 1 <= 1.5 * (tau - 1):
+        return ""
+    return f"; with eagle_aux_hidden_state_layer_ids {list(moved)} tau is {best:.2f}"
+
+
+def refuse(folder: Path, finding: Finding) -> None:
+    """Raise CompressError for a head with a fault."""
+    if finding.fault is not None:
+        raise CompressError(f"{folder}: {finding.fault}")

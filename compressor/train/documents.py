@@ -1,0 +1,84 @@
+"""The documents of a training: prompts, answered by the target in parts that a killed run does not write again."""
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from compressor.calibration.documents import encode_field
+from compressor.calibration.local import parse, read_bytes
+from compressor.calibration.prompts import encode, prompts_digest
+from compressor.calibration.training_prompts import training_prompts
+from compressor.decode.decoder import Decoder
+from compressor.decode.law import Law
+from compressor.errors import CompressError
+from compressor.recipe_training import Answers
+from compressor.train import answers, corpus
+from compressor.train.corpus import Document
+from compressor.ui import UI
+
+PART = 1152
+"""Prompts answered between two saves: six times the rows written at a time, so that few of them idle at the end."""
+LONGEST_PROMPT = 512
+"""Longer prompts are left out: they would teach few answers for their time."""
+
+
+def prompts(spec: Answers, tokenizer: Any, seed: int) -> tuple[list[list[int]], dict[str, Any]]:
+    """Token ids of every prompt, and where they come from: the package's own, or the user's JSON Lines file of `text`
+    or `messages`. Raises CompressError for a file that is not such, and where too few are left."""
+    if spec.prompts is None:
+        own = training_prompts(spec.count, seed)
+        ids = [encode(prompt, tokenizer) for prompt in own]
+        source = {"name": "training prompts of the package", "sha256": prompts_digest(own)}
+    else:
+        data = read_bytes(spec.prompts, "answers.prompts")
+        ids = [
+            encode_field(value, tokenizer, f"{spec.prompts} line {number}: {key}", answer=True)
+            for number, key, value in parse(data, spec.prompts)[: spec.count]
+        ]
+        source = {"name": Path(spec.prompts).name, "sha256": hashlib.sha256(data).hexdigest()}
+    kept = [row for row in ids if 2 < len(row) <= LONGEST_PROMPT]
+    if len(kept) <= spec.held_out:
+        raise CompressError(
+            f"{source['name']}: {len(kept)} prompts of 3 to {LONGEST_PROMPT} tokens, of which {spec.held_out} would be "
+            "held out; give more, or set held_out lower"
+        )
+    return kept, {"source": source, "prompts": len(kept), "prompts_left_out": len(ids) - len(kept)}
+
+
+def write(
+    decoder: Decoder, texts: Sequence[list[int]], spec: Answers, folder: Path, *, seed: int, ui: UI
+) -> list[Document]:
+    """The documents: every prompt with its answer. Parts that `folder` holds already are read, not written."""
+    folder.mkdir(parents=True, exist_ok=True)
+    documents: list[Document] = []
+    with ui.progress("answers", len(texts)) as bar:
+        for first in range(0, len(texts), PART):
+            file = folder / f"answers-{first // PART:04}.safetensors"
+            part = texts[first : first + PART]
+            if not file.exists():
+                written = answers.write(
+                    decoder,
+                    part,
+                    max_new_tokens=spec.max_new_tokens,
+                    law=Law(spec.temperature),
+                    seed=seed + first,
+                    stops=decoder.stops,
+                )
+                corpus.save(
+                    file, [Document(prompt + answer, len(prompt)) for prompt, answer in zip(part, written, strict=True)]
+                )
+            documents += corpus.load(file)
+            bar.advance(len(part))
+    return documents
+
+
+def digest(documents: Sequence[Document]) -> str:
+    """sha256 (hex) over all tokens as little-endian int64, each document behind its length and its answer's start."""
+    found = hashlib.sha256()
+    for document in documents:
+        row = torch.tensor([len(document.tokens), document.start, *document.tokens])
+        found.update(row.numpy().astype("<i8", copy=False).tobytes())
+    return found.hexdigest()

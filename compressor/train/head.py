@@ -1,0 +1,209 @@
+"""An EAGLE-3 head from prompts to trained weights: answers, states, vocabulary, training; or healed from another."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compressor.decode.decoder import Decoder
+from compressor.errors import CompressError, UsageError
+from compressor.proposers.eagle3 import default_aux
+from compressor.recipe_training import Answers, Heal, Optimization, Training
+from compressor.train import documents as texts
+from compressor.train import start, states
+from compressor.train.corpus import Document
+from compressor.train.eagle3 import Eagle3Head, HeadShape
+from compressor.train.eagle3_task import Eagle3Task
+from compressor.train.loop import Schedule, train
+from compressor.ui import UI
+
+INITIAL_STD = 0.02
+LEAST_AGREEMENT = 0.9
+"""Share of greedy answers' tokens that the target's states must give back. Rounding turns a few near ties; states
+without the final norm, or of other documents, give back far fewer."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """`head` with its best weights; `facts` for the passport: documents, vocabulary, history (see `loop.train`)."""
+
+    head: Eagle3Head
+    facts: dict[str, Any]
+
+
+def output_weight(decoder: Decoder, ids: Tensor) -> Tensor:
+    """Rows [len(ids), H] of the matrix that makes the target's logits of its final states. Raises CompressError for a
+    target whose logits are more than a product."""
+    if getattr(decoder.config, "final_logit_softcapping", None) is not None:
+        raise CompressError(f"model_type '{decoder.config.model_type}': capped logits cannot be distilled")
+    if decoder.head.packed is None and isinstance(decoder.head.modules[0], nn.Linear):
+        return decoder.head.modules[0].weight[ids].detach()
+    # Packed or quantized: the matrix is what it makes of the unit vectors.
+    unit = torch.eye(decoder.config.hidden_size, dtype=decoder.dtype, device=decoder.device)
+    return decoder.head(unit).T[ids].contiguous()
+
+
+def aux_of(layers: int, spec: Training) -> tuple[int, ...]:
+    """States that a head reads of a target with so many layers. Raises UsageError for ones that it lacks."""
+    aux = tuple(spec.aux) if spec.aux is not None else default_aux(layers)
+    if list(aux) != sorted(set(aux)) or not aux[0] >= 0 or aux[-1] > layers:
+        raise UsageError(
+            f"proposer.training.aux: {list(aux)} must ascend and lie within 0 to {layers}, the target's layers"
+        )
+    return aux
+
+
+def shape_of(decoder: Decoder, spec: Training) -> HeadShape:
+    """Sizes of a head for the target. Errors as `aux_of`."""
+    config, aux = decoder.config, aux_of(len(decoder.layers), spec)
+    parameters = config.rope_parameters
+    theta = parameters.get("rope_theta") or next(
+        (entry["rope_theta"] for entry in parameters.values() if isinstance(entry, dict)), 10_000.0
+    )
+    return HeadShape(
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_attention_heads=config.num_attention_heads,
+        num_key_value_heads=config.num_key_value_heads,
+        head_dim=decoder.layers[0].head_dim,
+        vocab_size=decoder.vocab_size,
+        draft_vocab_size=min(spec.draft_vocab_size, decoder.vocab_size),
+        aux=aux,
+        rms_norm_eps=config.rms_norm_eps,
+        rope_theta=float(theta),
+        max_position_embeddings=config.max_position_embeddings,
+    )
+
+
+@dataclass(frozen=True)
+class Workplace:
+    """Where a head is trained: the target, and a folder that keeps everything a killed run need not do again."""
+
+    decoder: Decoder
+    tokenizer: Any
+    folder: Path
+    seed: int
+    ui: UI
+    resume: bool = False
+
+    def documents(self, spec: Answers) -> tuple[list[Document], dict[str, Any]]:
+        prompts, source = texts.prompts(spec, self.tokenizer, self.seed)
+        self.ui.stage("answers")
+        written = texts.write(self.decoder, prompts, spec, self.folder / "answers", seed=self.seed, ui=self.ui)
+        return written, source
+
+
+def make(place: Workplace, spec: Training) -> Trained:
+    """Train a head for the target from nothing."""
+    decoder = place.decoder
+    shape = shape_of(decoder, spec)
+    documents, source = place.documents(spec.answers)
+    ids = start.draft_vocabulary(documents, shape.draft_vocab_size, shape.vocab_size)
+    torch.manual_seed(place.seed)
+    head = Eagle3Head(shape, decoder.embedding.weight.detach(), ids)
+    for value in head.parameters():
+        if value.ndim == 2:
+            nn.init.normal_(value, std=INITIAL_STD)
+    start.take_over(head, output_weight(decoder, ids).float(), decoder.norm.weight.float())
+    facts = _fit(place, head, documents, spec.answers, spec.optimization, spec.unroll, spec.decay)
+    return Trained(head, {"source": source, **facts})
+
+
+def heal(place: Workplace, head: Eagle3Head, spec: Heal) -> Trained:
+    """Fine-tune `head`, of another form of the target, on what this one answers."""
+    documents, source = place.documents(spec.answers)
+    facts = _fit(place, head, documents, spec.answers, spec.optimization, spec.unroll, spec.decay)
+    return Trained(head, {"source": source, **facts})
+
+
+def _fit(
+    place: Workplace,
+    head: Eagle3Head,
+    documents: Sequence[Document],
+    answers: Answers,
+    optimization: Optimization,
+    unroll: int,
+    decay: float,
+) -> dict[str, Any]:
+    """Fit `head` to the target's distribution on documents that it wrote itself."""
+    decoder = place.decoder
+    place.ui.stage("hidden states")
+    lookup = states_of(decoder, documents, head.shape.aux, answers, place.folder, place.ui)
+    held_out = range(0, len(documents), max(1, len(documents) // answers.held_out))[: answers.held_out]
+    agreement = check_teacher(decoder, documents, lookup, held_out, greedy=answers.temperature == 0)
+    task = Eagle3Task(head, output_weight(decoder, head.target_ids), steps=unroll, decay=decay)
+    place.ui.stage("training")
+    schedule = Schedule(**optimization.model_dump(), seed=place.seed)
+    history = train(
+        task, documents, lookup, held_out, schedule, place.folder / "training", place.ui, resume=place.resume
+    )
+    return {
+        "documents": len(documents),
+        "tokens": sum(len(document.tokens) for document in documents),
+        "answer_tokens": sum(len(document.tokens) - document.start for document in documents),
+        "held_out": len(held_out),
+        "digest": texts.digest(documents),
+        "teacher_agreement": agreement,
+        "draft_vocabulary_coverage": start.coverage(documents, head.target_ids),
+        "history": history,
+    }
+
+
+def states_of(
+    decoder: Decoder,
+    documents: Sequence[Document],
+    aux: Sequence[int],
+    spec: Answers,
+    folder: Path,
+    ui: UI,
+) -> Callable[[Sequence[int]], list[Tensor]]:
+    """Documents by index → the target's states on them, from the disk or made every time. Raises UsageError for a
+    cache beyond the recipe's budget, CompressError where the disk has no room for it."""
+
+    def read(indices: Sequence[int]) -> list[Tensor]:
+        return states.read(decoder, [documents[index].tokens for index in indices], aux)
+
+    if spec.cache == "none":
+        return read
+    lengths = [len(document.tokens) for document in documents]
+    cache = states.StateCache(folder / "states", lengths, (len(aux) + 1) * decoder.config.hidden_size)
+    if cache.nbytes > spec.cache_bytes:
+        raise UsageError(
+            f"answers.cache_bytes: the states of {sum(lengths)} tokens take {cache.nbytes} bytes, the budget is "
+            f"{spec.cache_bytes}; raise it, set cache: none, or ask for fewer answers"
+        )
+    ui.note(f"hidden states: {cache.nbytes / 1e9:.2f} GB in {cache.folder}")
+    cache.fill(read, ui)
+    return cache
+
+
+def check_teacher(
+    decoder: Decoder,
+    documents: Sequence[Document],
+    lookup: Callable[[Sequence[int]], list[Tensor]],
+    indices: Sequence[int],
+    *,
+    greedy: bool,
+) -> float:
+    """The share of the answers' tokens that are the most probable ones by the states to be learnt from.
+
+    Raises CompressError where greedy answers are not given back: the states lack the final norm, or are others'.
+    """
+    right = count = 0
+    for index in indices:
+        document = documents[index]
+        (found,) = lookup([index])
+        final = found[document.start - 1 : -1, -decoder.config.hidden_size :].to(decoder.dtype)
+        best = decoder.logits(final).max(-1).indices
+        right += int((best == torch.tensor(document.tokens[document.start :])).sum())
+        count += len(final)
+    share = right / max(1, count)
+    if greedy and share < LEAST_AGREEMENT:
+        raise CompressError(
+            f"training: the target's states give back {share:.0%} of its own greedy answers, {LEAST_AGREEMENT:.0%} is "
+            "the least that rounding explains; they lack its final norm, or belong to other documents"
+        )
+    return share

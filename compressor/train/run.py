@@ -1,0 +1,173 @@
+"""`compress train` and `compress heal`: from a recipe, or a target and a head, to a checked head on disk."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from compressor import record
+from compressor.checkpoint import source
+from compressor.checkpoint.digest import sha256_file
+from compressor.checkpoint.tokenizer import load_tokenizer
+from compressor.decode import engine
+from compressor.decode.decoder import Decoder
+from compressor.errors import CompressError, UsageError, naming
+from compressor.job import Job
+from compressor.preflight import probe_output, staging_folder
+from compressor.recipe import Recipe
+from compressor.recipe_training import Heal
+from compressor.train import check, export, head, passport
+from compressor.train.head import Trained, Workplace
+from compressor.train.passport import HeadPassport
+from compressor.ui import UI
+
+RECIPE = "recipe.yaml"
+
+
+def train(
+    recipe: Recipe, out: Path, work: Path, ui: UI, *, resume: bool = False, offline: bool = False
+) -> HeadPassport:
+    """Train the head that `proposer.training` describes for the full-precision target, and put it at `out`.
+
+    `work` keeps answers, states and checkpoints until then; an interrupted run goes on with `resume`. Raises UsageError
+    for a recipe without a training section and for an `out` that is there already; CompressError as the parts do.
+    """
+    spec = recipe.proposer.training
+    if spec is None or recipe.proposer.kind != "eagle3":
+        raise UsageError(
+            f"proposer: kind {recipe.proposer.kind} without a training section; set kind: eagle3 and proposer.training"
+        )
+    _refuse_existing(out)
+    if recipe.run.threads:
+        torch.set_num_threads(recipe.run.threads)
+    ui.stage("source")
+    resolved = source.resolve(
+        recipe.source.uri,
+        revision=recipe.source.revision,
+        sha256=recipe.source.sha256,
+        dtype=recipe.source.dtype,
+        offline=offline,
+        progress=ui.note,
+    )
+    decoder = engine.decoder(resolved.folder, dtype=getattr(torch, recipe.source.dtype))
+    head.shape_of(decoder, spec)  # refuses before any work
+    job = Job(work, recipe, record.environment(), resume=resume)
+    try:
+        place = Workplace(decoder, load_tokenizer(resolved.folder), job.work, recipe.run.seed, ui, resume)
+        trained = head.make(place, spec)
+        found = _export(
+            trained,
+            place,
+            out,
+            target=describe(decoder, resolved.uri, resolved.folder),
+            recipe=recipe.to_dict(),
+        )
+    finally:
+        job.close()
+    shutil.rmtree(work)
+    return found
+
+
+def heal(
+    target: Path, old: Path, out: Path, work: Path, spec: Heal, ui: UI, *, seed: int = 0, resume: bool = False
+) -> HeadPassport:
+    """Fine-tune the head in `old` on the answers of the quantized target in folder `target`; the result is at `out`.
+
+    Raises UsageError for an `out` that is there already and for a `work` that holds something else.
+    """
+    _refuse_existing(out)
+    decoder = engine.decoder(target)
+    module = export.load(old, decoder)
+    settings = {"heal": spec.model_dump(mode="json"), "seed": seed}
+    origin = passport.files(old)
+    described = describe(decoder, target.name, target)
+    _open(work, {"settings": settings, "head": origin, "target": described}, resume)
+    place = Workplace(decoder, load_tokenizer(target), work, seed, ui, resume)
+    trained = head.heal(place, module, spec)
+    found = _export(trained, place, out, target=described, recipe=settings, healed_from=origin)
+    shutil.rmtree(work)
+    return found
+
+
+def describe(decoder: Decoder, name: str, folder: Path) -> dict[str, Any]:
+    """The target's row of the passport."""
+    wanted = (path for path in sorted(folder.iterdir()) if path.suffix in (".safetensors", ".json"))
+    files = {path.name: sha256_file(path) for path in wanted if path.name != passport.FILE_NAME}
+    return {
+        "source": name,
+        "model_type": decoder.config.model_type,
+        "hidden_size": decoder.config.hidden_size,
+        "layers": len(decoder.layers),
+        "vocab_size": decoder.vocab_size,
+        "files": files,
+    }
+
+
+def _export(
+    trained: Trained,
+    place: Workplace,
+    out: Path,
+    *,
+    target: dict[str, Any],
+    recipe: dict[str, Any],
+    healed_from: dict[str, str] | None = None,
+) -> HeadPassport:
+    """Write the head beside `out`, load it again as an engine would, check it against training, and rename it."""
+    place.ui.stage("export")
+    staging = staging_folder(out)
+    shutil.rmtree(staging, ignore_errors=True)
+    try:
+        export.write(trained.head, staging)
+        with naming(staging / RECIPE):
+            (staging / RECIPE).write_text(yaml.safe_dump(recipe, sort_keys=False), encoding="utf-8")
+        best = max(trained.facts["history"], key=lambda entry: entry["tau"])
+        least = check.LEAST_OF_HELD_OUT * best["conditional"][0]
+        finding = check.check(staging, place.decoder, place.tokenizer, least_first=least, ui=place.ui)
+        check.refuse(staging, finding)
+        found = passport.write(
+            staging,
+            kind="eagle3",
+            target=target,
+            recipe=recipe,
+            training=trained.facts,
+            check=finding.measured,
+            healed_from=healed_from,
+        )
+        out.parent.mkdir(parents=True, exist_ok=True)
+        if out.exists():
+            out.rmdir()  # empty: checked before the run began
+        os.replace(staging, out)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+    return found
+
+
+def _refuse_existing(out: Path) -> None:
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UsageError(f"{out}: exists already; choose another --out or remove it")
+    probe_output(out)
+
+
+def _open(work: Path, settings: dict[str, Any], resume: bool) -> None:
+    """Begin in an empty folder, or go on in one that was begun with the same settings."""
+    file = work / "settings.json"
+    if file.is_file():
+        if not resume:
+            raise UsageError(f"{work}: holds an unfinished run; add --resume to continue it or remove the folder")
+        try:
+            recorded = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError:
+            raise CompressError(f"{file}: damaged; remove the work folder and start again") from None
+        if recorded != settings:
+            raise UsageError(f"{work}: cannot resume, the settings, the head or the target changed since it started")
+        return
+    if work.exists() and any(work.iterdir()):
+        raise UsageError(f"{work}: not empty and not a work folder; choose another --work")
+    work.mkdir(parents=True, exist_ok=True)
+    with naming(file):
+        file.write_text(json.dumps(settings), encoding="utf-8")

@@ -1,0 +1,112 @@
+"""The target's hidden states on documents, kept in bfloat16 shards on disk or read anew."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from compressor.checkpoint import writer
+from compressor.decode.decoder import CHUNK, FINAL, Decoder, Feed
+from compressor.errors import CompressError
+from compressor.ui import UI
+
+DTYPE = torch.bfloat16
+SHARD_TOKENS = 65536
+READ_TOKENS = 4096
+"""Tokens that the target reads in one pass."""
+
+
+def read(decoder: Decoder, texts: Sequence[Sequence[int]], aux: Sequence[int]) -> list[Tensor]:
+    """The states [n, (len(aux) + 1) · hidden] of each text: those of `aux` side by side, then the one after the final
+    norm. Texts are read together without padding, in pieces of `CHUNK` tokens."""
+    caches = [decoder.cache(len(text)) for text in texts]
+    found: list[list[Tensor]] = [[] for _ in texts]
+    for start in range(0, max(map(len, texts), default=0), CHUNK):
+        reading = [i for i, text in enumerate(texts) if len(text) > start]
+        feeds = [Feed(texts[i][start : start + CHUNK], caches[i]) for i in reading]
+        for i, feed, out in zip(reading, feeds, decoder.forward(feeds, (*aux, FINAL)), strict=True):
+            caches[i].keep(len(feed.tokens))
+            assert out.features is not None
+            found[i].append(out.features)
+    return [torch.cat(parts) for parts in found]
+
+
+class StateCache:
+    """States on disk: shards of whole documents, made once, resumable shard by shard, and mapped when they are read.
+
+    Args:
+        folder: of the shards; made if missing.
+        lengths: tokens of each document.
+        width: of a state, (len(aux) + 1) · hidden.
+
+    `nbytes` is what it takes. Raises CompressError, before anything is written, where the disk has no room for it, and
+    for shards that do not hold the states of these documents.
+    """
+
+    def __init__(self, folder: Path, lengths: Sequence[int], width: int) -> None:
+        self.folder, self.lengths, self.width = Path(folder), list(lengths), width
+        self.nbytes = sum(self.lengths) * width * DTYPE.itemsize
+        self._place: list[tuple[int, int]] = []  # shard, first row in it
+        self.shards: list[list[int]] = [[]]
+        rows = 0
+        for index, length in enumerate(self.lengths):
+            if rows and rows + length > SHARD_TOKENS:
+                self.shards.append([])
+                rows = 0
+            self._place.append((len(self.shards) - 1, rows))
+            self.shards[-1].append(index)
+            rows += length
+        self._open: dict[int, Tensor] = {}
+
+    def fill(self, read: Callable[[list[int]], list[Tensor]], ui: UI) -> None:
+        """Make what is missing; `read` gives the states of documents by index."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        missing = [shard for shard in range(len(self.shards)) if not self._file(shard).exists()]
+        if not missing:
+            return
+        tokens = sum(self.lengths[index] for shard in missing for index in self.shards[shard])
+        writer.ensure_space(self.folder, tokens * self.width * DTYPE.itemsize)
+        with ui.progress("hidden states", tokens) as bar:
+            for shard in missing:
+                found: list[Tensor] = []
+                for batch in batches_of([self.lengths[index] for index in self.shards[shard]], READ_TOKENS):
+                    found += read([self.shards[shard][i] for i in batch])
+                    bar.advance(sum(self.lengths[self.shards[shard][i]] for i in batch))
+                writer.save_atomic(self._file(shard), {"states": torch.cat(found).to(DTYPE)})
+
+    def __call__(self, indices: Sequence[int]) -> list[Tensor]:
+        """The states [n, width] of documents."""
+        found = []
+        for index in indices:
+            shard, first = self._place[index]
+            if shard not in self._open:
+                self._open[shard] = self._load(shard)
+            found.append(self._open[shard][first : first + self.lengths[index]])
+        return found
+
+    def _load(self, shard: int) -> Tensor:
+        rows = sum(self.lengths[index] for index in self.shards[shard])
+        with suppress(OSError, KeyError, SafetensorError):  # a file that cannot be read gets the error below
+            states = load_file(self._file(shard))["states"]
+            if states.shape == (rows, self.width):
+                return states
+        raise CompressError(f"{self._file(shard)}: not the states of these documents; remove {self.folder}")
+
+    def _file(self, shard: int) -> Path:
+        return self.folder / f"states-{shard:05}.safetensors"
+
+
+def batches_of(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
+    """Indices in order, in batches of at most `tokens` tokens or one text."""
+    batch: list[int] = []
+    for index, length in enumerate(lengths):
+        if batch and sum(lengths[i] for i in batch) + length > tokens:
+            yield batch
+            batch = []
+        batch.append(index)
+    if batch:
+        yield batch
