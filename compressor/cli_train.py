@@ -74,7 +74,8 @@ def heal(
 
 
 def check_head(target: Target, head: Head, json_file: Json = None) -> None:
-    """Measure an EAGLE-3 head's acceptance for a target and compare it with the head's passport; exits 1 on a fault."""
+    """Measure a head's acceptance for a target and compare it with its passport; exits 1 on a fault. A folder without a
+    passport is taken for an EAGLE-3 head."""
     from compressor.checkpoint.tokenizer import load_tokenizer
     from compressor.decode import engine
     from compressor.train import check
@@ -86,7 +87,9 @@ def check_head(target: Target, head: Head, json_file: Json = None) -> None:
     if passport is not None:
         refuse_changed(head, passport)
     recorded = None if passport is None else passport.check.tau
-    finding = check.check(head, engine.decoder(target), load_tokenizer(target), recorded=recorded, ui=RichUI())
+    kind = "eagle3" if passport is None else passport.kind
+    tokenizer = load_tokenizer(target)
+    finding = check.check(kind, head, engine.decoder(target), target, tokenizer, recorded=recorded, ui=RichUI())
     output.result({"head": str(head), "measured": finding.measured, "recorded_tau": recorded, "fault": finding.fault})
     check.refuse(head, finding)
     output.line(_summary(head, finding.measured["conditional"], finding.measured["tau"]))

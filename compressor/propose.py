@@ -36,7 +36,7 @@ def train(state: Run) -> None:
     if spec is None or state.job.stage("propose"):
         return
     decoder = engine.decoder(state.source.folder, dtype=state.dtype)
-    trained = head.make(_workplace(state, decoder, "training"), spec)
+    trained = head.make(_workplace(state, decoder, state.source.folder, "training"), state.recipe.proposer.kind, spec)
     _keep(state, trained, "propose", TRAINED, "training")
 
 
@@ -48,7 +48,7 @@ def heal(state: Run, staging: Path) -> None:
     decoder = engine.decoder(staging, dtype=state.dtype)
     old = folder(state)
     assert old is not None  # the recipe refuses it otherwise
-    healed = head.heal(_workplace(state, decoder, "healing"), export.load(old, decoder), spec)
+    healed = head.heal(_workplace(state, decoder, staging, "healing"), export.load(old, decoder), spec)
     _keep(state, healed, "heal", HEALED, "healing")
 
 
@@ -118,14 +118,16 @@ def put(state: Run, staging: Path) -> None:
             shutil.copyfile(file, target / file.name)
 
 
-def _workplace(state: Run, decoder: Decoder, name: str) -> Workplace:
+def _workplace(state: Run, decoder: Decoder, target: Path, name: str) -> Workplace:
     """Resumes by itself: the job has refused changed settings."""
-    return Workplace(decoder, state.tokenizer, state.job.path(name), state.recipe.run.seed, state.ui, resume=True)
+    return Workplace(
+        decoder, target, state.tokenizer, state.job.path(name), state.recipe.run.seed, state.ui, resume=True
+    )
 
 
 def _keep(state: Run, trained: head.Trained, stage: str, name: str, work: str) -> None:
     place = state.job.path(name)
     shutil.rmtree(place, ignore_errors=True)
-    export.write(trained.head, place)
+    trained.export(place)
     state.job.finish(stage, {"facts": trained.facts, "files": passport.files(place)})
     shutil.rmtree(state.job.path(work))  # states of gigabytes

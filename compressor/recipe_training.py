@@ -55,12 +55,14 @@ class Training(Section):
 
     answers: Answers = Field(default_factory=Answers)
     optimization: Optimization = Field(default_factory=lambda: Optimization(steps=1500, rate=1e-3))
-    draft_vocab_size: int = Field(default=8192, ge=2, description="eagle3: ids that the head can propose.")
+    draft_vocab_size: int = Field(default=8192, ge=2, description="eagle3, medusa: ids that the head can propose.")
     aux: list[Annotated[int, Field(ge=0)]] | None = Field(
         default=None,
         min_length=1,
         description="eagle3: states that the head reads, k = after k layers; null = 2, half and all but 3 of them.",
     )
+    heads: int = Field(default=3, ge=1, le=16, description="medusa: heads, one a drafted token.")
+    layers: int = Field(default=4, ge=1, description="draft: layers of the target that the draft model begins with.")
     unroll: Unroll = 3
     decay: Decay = 0.8
 

@@ -10,6 +10,8 @@ from compressor.decode.runner import Runner
 from compressor.errors import CompressError
 from compressor.evals.prompts import acceptance_prompts
 from compressor.measure import acceptance
+from compressor.proposers import load
+from compressor.proposers.base import Proposer
 from compressor.proposers.eagle3 import Eagle3Proposer
 from compressor.ui import UI, NullUI
 
@@ -34,7 +36,7 @@ class Finding:
     fault: str | None
 
 
-def measure(proposer: Eagle3Proposer, decoder: Decoder, tokenizer: Any, ui: UI | None = None) -> dict[str, Any]:
+def measure(proposer: Proposer, decoder: Decoder, tokenizer: Any, ui: UI | None = None) -> dict[str, Any]:
     """Acceptance on the check's prompts."""
     prompts = acceptance_prompts(tokenizer, PROMPTS)
     with (ui or NullUI()).progress("head check", PROMPTS) as progress:
@@ -52,21 +54,24 @@ def measure(proposer: Eagle3Proposer, decoder: Decoder, tokenizer: Any, ui: UI |
 
 
 def check(
+    kind: str,
     folder: Path,
     decoder: Decoder,
+    target: Path,
     tokenizer: Any,
     *,
     recorded: float | None = None,
     least_first: float = LEAST_FIRST,
     ui: UI | None = None,
 ) -> Finding:
-    """Load the head in `folder` for the target and compare its tau with the one `recorded` for it; without one, the
-    acceptance of its first token with `least_first`.
+    """Load the proposer of `kind` in `folder` for the target and compare its tau with the one `recorded` for it;
+    without one, the acceptance of its first token with `least_first`.
 
-    The fault names what helps: a head whose states lie one layer off is tried with its neighbours too. Errors as
-    `Eagle3Proposer.load`.
+    The fault names what helps: an EAGLE-3 head whose states lie one layer off is tried with its neighbours too. Errors
+    as `compressor.proposers.load.build`.
     """
-    proposer = Eagle3Proposer.load(folder, decoder)
+    proposer = load.build(load.Choice(kind, folder), decoder, target)
+    assert proposer is not None
     measured = measure(proposer, decoder, tokenizer, ui)
     first = measured["conditional"][0] or 0.0
     if recorded is None:
@@ -80,8 +85,9 @@ def check(
         if measured["tau"] - 1 >= LEAST_SHARE * (recorded - 1):
             return Finding(measured, None)
         fault = f"tau is {measured['tau']:.2f}, {recorded:.2f} is recorded: other weights, or another target"
-    better = _better_states(proposer, measured["tau"], decoder, tokenizer)
-    return Finding(measured, fault + better)
+    if isinstance(proposer, Eagle3Proposer):
+        fault += _better_states(proposer, measured["tau"], decoder, tokenizer)
+    return Finding(measured, fault)
 
 
 def _better_states(proposer: Eagle3Proposer, tau: float, decoder: Decoder, tokenizer: Any) -> str:

@@ -1,19 +1,21 @@
-"""An EAGLE-3 head from prompts to trained weights: answers, states, vocabulary, training; or healed from another."""
+"""A proposer from prompts to trained weights: answers, states, vocabulary, training; or a head healed from another."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from compressor.decode import engine
 from compressor.decode.decoder import Decoder
 from compressor.errors import CompressError, UsageError
 from compressor.proposers.eagle3 import default_aux
 from compressor.recipe_training import Answers, Heal, Optimization, Training
 from compressor.train import documents as texts
-from compressor.train import start, states
+from compressor.train import draft, export, medusa, start, states
 from compressor.train.corpus import Document
 from compressor.train.eagle3 import Eagle3Head, HeadShape
 from compressor.train.eagle3_task import Eagle3Task
@@ -28,9 +30,10 @@ without the final norm, or of other documents, give back far fewer."""
 
 @dataclass(frozen=True)
 class Trained:
-    """`head` with its best weights; `facts` for the passport: documents, vocabulary, history (see `loop.train`)."""
+    """`export` writes the proposer with its best weights into a folder; `facts` for the passport: documents, vocabulary,
+    history (see `loop.train`)."""
 
-    head: Eagle3Head
+    export: Callable[[Path], None]
     facts: dict[str, Any]
 
 
@@ -80,9 +83,11 @@ def shape_of(decoder: Decoder, spec: Training) -> HeadShape:
 
 @dataclass(frozen=True)
 class Workplace:
-    """Where a head is trained: the target, and a folder that keeps everything a killed run need not do again."""
+    """Where a proposer is trained: `decoder` is the target in the folder `target`; `folder` keeps everything that a
+    killed run need not do again."""
 
     decoder: Decoder
+    target: Path
     tokenizer: Any
     folder: Path
     seed: int
@@ -96,50 +101,81 @@ class Workplace:
         return written, source
 
 
-def make(place: Workplace, spec: Training) -> Trained:
-    """Train a head for the target from nothing."""
-    decoder = place.decoder
-    shape = shape_of(decoder, spec)
+def make(place: Workplace, kind: str, spec: Training) -> Trained:
+    """Train a proposer of `kind` (eagle3, medusa, draft) for the target from nothing."""
+    if kind == "eagle3":
+        shape_of(place.decoder, spec)  # refuses before any work
+    if kind == "draft":
+        draft.evenly(len(place.decoder.layers), spec.layers)
     documents, source = place.documents(spec.answers)
-    ids = start.draft_vocabulary(documents, shape.draft_vocab_size, shape.vocab_size)
     torch.manual_seed(place.seed)
-    head = Eagle3Head(shape, decoder.embedding.weight.detach(), ids)
-    for value in head.parameters():
-        if value.ndim == 2:
-            nn.init.normal_(value, std=INITIAL_STD)
-    start.take_over(head, output_weight(decoder, ids).float(), decoder.norm.weight.float())
-    facts = _fit(place, head, documents, spec.answers, spec.optimization, spec.unroll, spec.decay)
-    return Trained(head, {"source": source, **facts})
+    begin = {"eagle3": _eagle3, "medusa": _medusa, "draft": _draft}[kind]
+    task, aux, write = begin(place, spec, documents)
+    facts = _fit(place, task, documents, spec.answers, spec.optimization, aux)
+    return Trained(write, {"source": source, **facts})
 
 
 def heal(place: Workplace, head: Eagle3Head, spec: Heal) -> Trained:
     """Fine-tune `head`, of another form of the target, on what this one answers."""
     documents, source = place.documents(spec.answers)
-    facts = _fit(place, head, documents, spec.answers, spec.optimization, spec.unroll, spec.decay)
-    return Trained(head, {"source": source, **facts})
+    task = Eagle3Task(head, output_weight(place.decoder, head.target_ids), steps=spec.unroll, decay=spec.decay)
+    facts = _fit(place, task, documents, spec.answers, spec.optimization, head.shape.aux)
+    return Trained(partial(export.write, head), {"source": source, **facts})
+
+
+Begun = tuple[nn.Module, Sequence[int], Callable[[Path], None]]
+"""What is trained, the states of the target that it reads, and how it is written."""
+
+
+def _eagle3(place: Workplace, spec: Training, documents: Sequence[Document]) -> Begun:
+    decoder, shape = place.decoder, shape_of(place.decoder, spec)
+    ids = start.draft_vocabulary(documents, shape.draft_vocab_size, shape.vocab_size)
+    head = Eagle3Head(shape, decoder.embedding.weight.detach(), ids)
+    for value in head.parameters():
+        if value.ndim == 2:
+            nn.init.normal_(value, std=INITIAL_STD)
+    output = output_weight(decoder, ids)
+    start.take_over(head, output.float(), decoder.norm.weight.float())
+    return Eagle3Task(head, output, steps=spec.unroll, decay=spec.decay), shape.aux, partial(export.write, head)
+
+
+def _medusa(place: Workplace, spec: Training, documents: Sequence[Document]) -> Begun:
+    vocabulary = place.decoder.vocab_size
+    output = output_weight(place.decoder, torch.arange(vocabulary))
+    reduced = spec.draft_vocab_size < vocabulary
+    ids = start.draft_vocabulary(documents, spec.draft_vocab_size, vocabulary) if reduced else None
+    heads = medusa.MedusaHeads(output.float(), spec.heads, shared=reduced, target_ids=ids)
+    task = medusa.MedusaTask(heads, output[heads.target_ids], decay=spec.decay)
+    return task, (), partial(medusa.export_medusa, heads)
+
+
+def _draft(place: Workplace, spec: Training, documents: Sequence[Document]) -> Begun:
+    decoder = place.decoder
+    model = draft.draft_of(engine.load(place.target, dtype=decoder.dtype), spec.layers)
+    task = draft.DraftTask(model, output_weight(decoder, torch.arange(decoder.vocab_size)), steps=spec.unroll)
+    return task, (), partial(draft.export_draft, model, place.target)
 
 
 def _fit(
     place: Workplace,
-    head: Eagle3Head,
+    task: nn.Module,
     documents: Sequence[Document],
     answers: Answers,
     optimization: Optimization,
-    unroll: int,
-    decay: float,
+    aux: Sequence[int],
 ) -> dict[str, Any]:
-    """Fit `head` to the target's distribution on documents that it wrote itself."""
+    """Fit what `task` trains to the target's distribution on documents that it wrote itself; the facts."""
     decoder = place.decoder
     place.ui.stage("hidden states")
-    lookup = states_of(decoder, documents, head.shape.aux, answers, place.folder, place.ui)
+    lookup = states_of(decoder, documents, aux, answers, place.folder, place.ui)
     held_out = range(0, len(documents), max(1, len(documents) // answers.held_out))[: answers.held_out]
     agreement = check_teacher(decoder, documents, lookup, held_out, greedy=answers.temperature == 0)
-    task = Eagle3Task(head, output_weight(decoder, head.target_ids), steps=unroll, decay=decay)
     place.ui.stage("training")
     schedule = Schedule(**optimization.model_dump(), seed=place.seed)
     history = train(
         task, documents, lookup, held_out, schedule, place.folder / "training", place.ui, resume=place.resume
     )
+    known = getattr(task, "draft_ids", None)
     return {
         "documents": len(documents),
         "tokens": sum(len(document.tokens) for document in documents),
@@ -147,7 +183,7 @@ def _fit(
         "held_out": len(held_out),
         "digest": texts.digest(documents),
         "teacher_agreement": agreement,
-        "draft_vocabulary_coverage": start.coverage(documents, head.target_ids),
+        "draft_vocabulary_coverage": 1.0 if known is None else start.coverage(documents, (known >= 0).nonzero()[:, 0]),
         "history": history,
     }
 

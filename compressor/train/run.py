@@ -37,10 +37,9 @@ def train(
     for a recipe without a training section and for an `out` that is there already; CompressError as the parts do.
     """
     spec = recipe.proposer.training
-    if spec is None or recipe.proposer.kind != "eagle3":
-        raise UsageError(
-            f"proposer: kind {recipe.proposer.kind} without a training section; set kind: eagle3 and proposer.training"
-        )
+    kind = recipe.proposer.kind
+    if spec is None:
+        raise UsageError("proposer.training: missing, and nothing else is trained; add the section")
     _refuse_existing(out)
     if recipe.run.threads:
         torch.set_num_threads(recipe.run.threads)
@@ -54,15 +53,17 @@ def train(
         progress=ui.note,
     )
     decoder = engine.decoder(resolved.folder, dtype=getattr(torch, recipe.source.dtype))
-    head.shape_of(decoder, spec)  # refuses before any work
     job = Job(work, recipe, record.environment(), resume=resume)
     try:
-        place = Workplace(decoder, load_tokenizer(resolved.folder), job.work, recipe.run.seed, ui, resume)
-        trained = head.make(place, spec)
+        place = Workplace(
+            decoder, resolved.folder, load_tokenizer(resolved.folder), job.work, recipe.run.seed, ui, resume
+        )
+        trained = head.make(place, kind, spec)
         found = _export(
             trained,
             place,
             out,
+            kind=kind,
             target=describe(decoder, resolved.uri, resolved.folder),
             recipe=recipe.to_dict(),
         )
@@ -86,9 +87,9 @@ def heal(
     origin = passport.files(old)
     described = describe(decoder, target.name, target)
     _open(work, {"settings": settings, "head": origin, "target": described}, resume)
-    place = Workplace(decoder, load_tokenizer(target), work, seed, ui, resume)
+    place = Workplace(decoder, target, load_tokenizer(target), work, seed, ui, resume)
     trained = head.heal(place, module, spec)
-    found = _export(trained, place, out, target=described, recipe=settings, healed_from=origin)
+    found = _export(trained, place, out, kind="eagle3", target=described, recipe=settings, healed_from=origin)
     shutil.rmtree(work)
     return found
 
@@ -112,6 +113,7 @@ def _export(
     place: Workplace,
     out: Path,
     *,
+    kind: str,
     target: dict[str, Any],
     recipe: dict[str, Any],
     healed_from: dict[str, str] | None = None,
@@ -121,16 +123,18 @@ def _export(
     staging = staging_folder(out)
     shutil.rmtree(staging, ignore_errors=True)
     try:
-        export.write(trained.head, staging)
+        trained.export(staging)
         with naming(staging / RECIPE):
             (staging / RECIPE).write_text(yaml.safe_dump(recipe, sort_keys=False), encoding="utf-8")
         best = max(trained.facts["history"], key=lambda entry: entry["tau"])
         least = check.LEAST_OF_HELD_OUT * best["conditional"][0]
-        finding = check.check(staging, place.decoder, place.tokenizer, least_first=least, ui=place.ui)
+        finding = check.check(
+            kind, staging, place.decoder, place.target, place.tokenizer, least_first=least, ui=place.ui
+        )
         check.refuse(staging, finding)
         found = passport.write(
             staging,
-            kind="eagle3",
+            kind=kind,
             target=target,
             recipe=recipe,
             training=trained.facts,
