@@ -23,11 +23,16 @@ if TYPE_CHECKING:
     import torch
 
     from compressor.pipeline import Run
+    from compressor.recipe import Proposer
 
 TRAINED, HEALED = "head", "healed"
 """Folders of heads in the work folder."""
-IN_BUNDLE = ("eagle3", "medusa")
-"""Kinds whose files become part of the bundle; a draft model is a checkpoint of its own."""
+
+
+def in_bundle(spec: Proposer) -> bool:
+    """Whether the proposer's files become part of the bundle: a head's do, and those of whatever was trained. A draft
+    model that was there before is a checkpoint of its own."""
+    return spec.kind in ("eagle3", "medusa") or spec.training is not None
 
 
 def train(state: Run) -> None:
@@ -107,7 +112,7 @@ def measure(state: Run, model: torch.nn.Module, staging: Path) -> dict:
 
 def put(state: Run, staging: Path) -> None:
     """Copy the head that was found better into the bundle."""
-    if state.recipe.proposer.kind not in IN_BUNDLE:
+    if not in_bundle(state.recipe.proposer):
         return
     chosen = folder(state, healed=state.job.result("measure")["acceptance"].get("head") == "healed")
     assert chosen is not None  # these kinds have files
@@ -120,9 +125,8 @@ def put(state: Run, staging: Path) -> None:
 
 def _workplace(state: Run, decoder: Decoder, target: Path, name: str) -> Workplace:
     """Resumes by itself: the job has refused changed settings."""
-    return Workplace(
-        decoder, target, state.tokenizer, state.job.path(name), state.recipe.run.seed, state.ui, resume=True
-    )
+    seed, work = state.recipe.run.seed, state.job.path(name)
+    return Workplace(decoder, target, state.tokenizer, work, seed, state.ui, resume=True)
 
 
 def _keep(state: Run, trained: head.Trained, stage: str, name: str, work: str) -> None:

@@ -135,7 +135,7 @@ def passport(state: Run, folder: Path) -> Passport:
             "kind": proposer.kind,
             "num_speculative_tokens": proposer.num_speculative_tokens if proposer.kind != "none" else 0,
             "settings": proposer.model_dump(mode="json", exclude={"kind", "num_speculative_tokens"}),
-            "files": head_files(folder / HEAD_FOLDER) if proposer.kind in propose.IN_BUNDLE else {},
+            "files": head_files(folder / HEAD_FOLDER) if propose.in_bundle(proposer) else {},
         },
         verifier={"rule": RULES[proposer.rule], "lossy": proposer.rule != "exact", "law": law},
         workload={

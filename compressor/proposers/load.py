@@ -33,8 +33,8 @@ class Choice:
 
 
 def parse(text: str, target: Path, branching: Sequence[int] | None = None) -> Choice:
-    """`KIND` or `KIND:FOLDER` for the target in folder `target`; medusa and eagle3 alone mean the target's own head in
-    its folder `proposer`.
+    """`KIND` or `KIND:FOLDER` for the target in folder `target`; draft, medusa and eagle3 alone mean the
+    target's own, in its folder `proposer`.
 
     Raises UsageError for an unknown kind, a missing folder, or a `branching` that the kind does not draft or that is
     not a list of positive integers. Its size is for `check_size`.
@@ -51,8 +51,6 @@ def parse(text: str, target: Path, branching: Sequence[int] | None = None) -> Ch
     folder = None
     if kind in WITH_FOLDER:
         folder = Path(path) if path else target / HEAD_FOLDER
-        if not path and kind == "draft":
-            raise UsageError("proposer draft: name the draft model's folder, as in draft:FOLDER")
         if not (folder / "config.json").is_file():
             raise UsageError(f"proposer {kind}: {folder} holds no config.json; name it as in {kind}:FOLDER")
     elif separator:

@@ -30,8 +30,8 @@ without the final norm, or of other documents, give back far fewer."""
 
 @dataclass(frozen=True)
 class Trained:
-    """`export` writes the proposer with its best weights into a folder; `facts` for the passport: documents, vocabulary,
-    history (see `loop.train`)."""
+    """`export` writes the proposer with its best weights into a folder; `facts`, for the passport, are documents,
+    vocabulary and history (see `loop.train`)."""
 
     export: Callable[[Path], None]
     facts: dict[str, Any]

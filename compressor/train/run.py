@@ -55,9 +55,8 @@ def train(
     decoder = engine.decoder(resolved.folder, dtype=getattr(torch, recipe.source.dtype))
     job = Job(work, recipe, record.environment(), resume=resume)
     try:
-        place = Workplace(
-            decoder, resolved.folder, load_tokenizer(resolved.folder), job.work, recipe.run.seed, ui, resume
-        )
+        tokenizer = load_tokenizer(resolved.folder)
+        place = Workplace(decoder, resolved.folder, tokenizer, job.work, recipe.run.seed, ui, resume)
         trained = head.make(place, kind, spec)
         found = _export(
             trained,

@@ -2,6 +2,10 @@
 
 import json
 import shutil
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 import tiny_models as tiny
@@ -10,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from compressor import cli
-from compressor.train import check
+from compressor.train import check, states
 from compressor.train.passport import files
 
 SMALL = {
@@ -52,6 +56,7 @@ def write_recipe(folder, target, **changes):
             {
                 "name": "tiny",
                 "source": {"uri": str(target)},
+                "run": {"threads": 1},
                 "proposer": {"kind": "eagle3", "training": training},
             }
         )
@@ -107,3 +112,90 @@ def test_a_broken_head_is_flagged(target, trained, tmp_path, broken):
     (head / "passport.json").write_text(json.dumps(passport))
     code, output = compress("check-head", target, head)
     assert code == 1 and "error:" in output and "Traceback" not in output, output
+
+
+def history(head):
+    found = json.loads((head / "passport.json").read_text())["training"]["history"]
+    return [{key: value for key, value in entry.items() if key != "seconds"} for entry in found]
+
+
+def test_training_that_was_killed_goes_on_to_the_same_head(target, trained, tmp_path):
+    recipe = write_recipe(tmp_path, target)
+    command = [sys.executable, "-m", "compressor.cli", "train", str(recipe), "--out", str(tmp_path / "head")]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    checkpoint = tmp_path / "head.work" / "training" / "last.safetensors"
+    while process.poll() is None and not checkpoint.exists():
+        time.sleep(0.01)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL  # it had not finished
+    code, output = compress("train", recipe, "--out", tmp_path / "head")
+    assert code == 2 and "add --resume" in output
+    code, output = compress("train", recipe, "--out", tmp_path / "head", "--resume")
+    assert code == 0, output
+    assert history(tmp_path / "head") == history(trained / "head")
+    assert files(tmp_path / "head")["model.safetensors"] == files(trained / "head")["model.safetensors"]
+
+
+def test_other_settings_do_not_resume(target, tmp_path):
+    recipe = write_recipe(tmp_path, target)
+    work = tmp_path / "head.work"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("compressor.train.head.train", interrupted)
+        code, _ = compress("train", recipe, "--out", tmp_path / "head")
+        assert code == 130 and (work / "answers").is_dir()
+    write_recipe(tmp_path, target, decay=0.5)
+    code, output = compress("train", recipe, "--out", tmp_path / "head", "--resume")
+    assert code == 2 and "cannot resume, changed since it started" in output and "decay" in output
+
+
+def interrupted(*_, **__):
+    raise KeyboardInterrupt
+
+
+def test_states_beyond_the_budget_are_refused_before_they_are_made(target, tmp_path):
+    recipe = write_recipe(
+        tmp_path, target, answers={"count": 12, "held_out": 2, "max_new_tokens": 4, "cache_bytes": 1000}
+    )
+    code, output = compress("train", recipe, "--out", tmp_path / "head")
+    assert code == 2 and "answers.cache_bytes: the states of" in output and "cache: none" in output
+    assert not (tmp_path / "head").exists()
+
+
+def test_states_without_the_final_norm_are_refused(target, tmp_path, monkeypatch):
+    original = states.read
+
+    recipe = write_recipe(tmp_path, target)
+
+    def raw(decoder, texts, aux):
+        found = original(decoder, texts, (*aux, len(decoder.layers)))
+        width = decoder.config.hidden_size
+        return [torch.cat([state[:, : -2 * width], state[:, -2 * width : -width]], -1) for state in found]
+
+    monkeypatch.setattr(states, "read", raw)
+    code, output = compress("train", recipe, "--out", tmp_path / "head")
+    assert code == 1 and "they lack its final norm" in output, output
+
+
+def test_a_head_heals_on_another_target_and_says_from_what(target, trained, tmp_path):
+    code, output = compress(
+        *("heal", target, trained / "head", "--out", tmp_path / "healed", "--steps", 3, "--count", 10),
+    )
+    assert code == 0, output
+    passport = json.loads((tmp_path / "healed" / "passport.json").read_text())
+    assert passport["healed_from"] == files(trained / "head")
+
+
+@pytest.mark.parametrize("command", ["train", "heal"])
+def test_an_existing_result_is_not_overwritten(target, trained, tmp_path, command):
+    (tmp_path / "head").mkdir()
+    (tmp_path / "head" / "mine").write_text("")
+    first = (write_recipe(tmp_path, target),) if command == "train" else (target, trained / "head")
+    code, output = compress(command, *first, "--out", tmp_path / "head")
+    assert code == 2 and "exists already" in output
+
+
+def test_a_recipe_without_training_trains_nothing(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text("name: x\nsource: {uri: /nowhere}\n")
+    code, output = compress("train", path, "--out", tmp_path / "head")
+    assert code == 2 and "proposer.training: missing" in output

@@ -1,0 +1,109 @@
+"""A job that trains its proposer: the head is trained, measured, healed and part of the signed bundle."""
+
+import json
+
+import pytest
+import tiny_models as tiny
+import torch
+from safetensors.torch import save_file
+
+from compressor import pipeline
+from compressor.bundle import Bundle
+from compressor.decode.law import Law
+from compressor.errors import CompressError, UsageError
+from compressor.recipe import Recipe
+from compressor.ui import NullUI
+
+OPTIMIZATION = {"steps": 12, "rate": 0.02, "warmup": 2, "batch_tokens": 400, "evaluate_every": 6, "save_every": 6}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("propose")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def keys(folder):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COMPRESS_KEYS", str(folder / "keys"))
+        yield
+
+
+@pytest.fixture(scope="module")
+def source(folder):
+    ids = torch.randint(3, tiny.VOCABULARY, (6, 32), generator=torch.Generator().manual_seed(3))
+    save_file({"ids": ids}, folder / "rows.safetensors")
+    prompts = "".join(json.dumps({"text": f"{n} bottles, {n * n} walls"}) + "\n" for n in range(30))
+    (folder / "prompts.jsonl").write_text(prompts)
+    return tiny.save(folder / "source")
+
+
+def recipe(folder, source, kind="eagle3", heal=True, **training):
+    answers = {"prompts": str(folder / "prompts.jsonl"), "count": 30, "max_new_tokens": 16, "held_out": 4}
+    section = {"answers": answers, "optimization": OPTIMIZATION, "draft_vocab_size": 200, "aux": [0, 1], **training}
+    proposer = {"kind": kind, "training": section, "num_speculative_tokens": 2}
+    if heal:
+        proposer["heal"] = {"answers": answers, "optimization": {**OPTIMIZATION, "rate": 0.001}}
+    return Recipe.from_dict(
+        {
+            "name": "tiny",
+            "source": {"uri": str(source)},
+            "quantization": {"format": "int4-g32", "method": "rtn", "scale_search": "none"},
+            "proposer": proposer,
+            "measure": {"acceptance": {"prompts": 2, "max_new_tokens": 8}, "quality": {"kind": "none"}},
+        }
+    )
+
+
+def run(folder, made, name):
+    return pipeline.run(made, out=folder / name, work=folder / f"{name}.work", ui=NullUI())
+
+
+@pytest.fixture(scope="module")
+def bundle(folder, source):
+    return run(folder, recipe(folder, source), "bundle")
+
+
+def test_the_passport_has_acceptance_before_quantization_and_around_healing(bundle):
+    rows = [(row.target, row.head) for row in bundle.passport.outcomes.acceptance]
+    assert rows[0] == ("baseline", None)
+    assert sorted(rows[1:], key=str) == [("quantized", "healed"), ("quantized", None)]
+
+
+def test_the_better_head_is_the_one_in_the_bundle(bundle):
+    quantized = [row for row in bundle.passport.outcomes.acceptance if row.target == "quantized"]
+    assert quantized[0].tau >= quantized[1].tau
+    assert set(bundle.passport.proposer.files) == {"config.json", "model.safetensors"}
+
+
+def test_the_bundles_own_head_drafts_without_being_named(bundle):
+    output = bundle.runner(proposer="eagle3", num_speculative_tokens=2).generate(
+        [5, 6, 7, 8], 8, law=Law(temperature=0.0), seed=0
+    )
+    alone = bundle.runner(proposer="none").generate([5, 6, 7, 8], 8, law=Law(temperature=0.0), seed=0)
+    assert output.token_ids == alone.token_ids
+
+
+def test_a_head_that_was_changed_is_found_by_verification(bundle, folder):
+    import shutil
+
+    copy = shutil.copytree(bundle.path, folder / "changed")
+    head = copy / "proposer" / "model.safetensors"
+    data = bytearray(head.read_bytes())
+    data[-1] ^= 1
+    head.write_bytes(data)
+    with pytest.raises(CompressError, match=r"proposer/model\.safetensors"):
+        Bundle.open(copy).verify()
+
+
+@pytest.mark.parametrize("kind", ["medusa", "draft"])
+def test_other_proposers_are_trained_by_the_same_recipe(folder, source, kind):
+    made = run(folder, recipe(folder, source, kind, heal=False, layers=1, heads=2), kind)
+    assert [row.target for row in made.passport.outcomes.acceptance] == ["baseline", "quantized"]
+    assert made.runner(proposer=kind, num_speculative_tokens=2).generate([5, 6], 4, law=Law(temperature=0.0), seed=0)
+
+
+def test_states_that_the_target_lacks_are_refused_before_any_work(folder, source):
+    with pytest.raises(UsageError, match=r"training\.aux: \[0, 7\] must ascend and lie within 0 to 2"):
+        run(folder, recipe(folder, source, aux=[0, 7]), "refused")
+    assert not (folder / "refused").exists()
