@@ -153,9 +153,8 @@ def interrupted(*_, **__):
 
 
 def test_states_beyond_the_budget_are_refused_before_they_are_made(target, tmp_path):
-    recipe = write_recipe(
-        tmp_path, target, answers={"count": 12, "held_out": 2, "max_new_tokens": 4, "cache_bytes": 1000}
-    )
+    small = {"count": 12, "held_out": 2, "max_new_tokens": 4, "cache_bytes": 1000}
+    recipe = write_recipe(tmp_path, target, answers=small)
     code, output = compress("train", recipe, "--out", tmp_path / "head")
     assert code == 2 and "answers.cache_bytes: the states of" in output and "cache: none" in output
     assert not (tmp_path / "head").exists()
