@@ -31,6 +31,9 @@ class Answers(Section):
         description="JSON Lines file of text or messages; null = prompts written for this project.",
     )
     count: int = Field(default=12_000, ge=2, le=40_000, description="Prompts, from the front of the list.")
+    self_written: float = Field(
+        default=0.0, ge=0, le=1, description="Share of the prompts that the target, a chat model, writes itself."
+    )
     max_new_tokens: int = Field(default=128, ge=1, description="Longest answer.")
     temperature: float = Field(default=0.0, ge=0, description="Sampling temperature of the answers; 0 = greedy.")
     held_out: int = Field(default=128, ge=1, description="Documents that only judge.")

@@ -22,7 +22,7 @@ def write(
     *,
     max_new_tokens: int,
     law: Law,
-    seed: int,
+    seed: int | str,
     stops: Collection[int],
     rows: int = ROWS,
     advance: Callable[[int], None] = lambda tokens: None,

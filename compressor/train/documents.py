@@ -9,13 +9,14 @@ import torch
 
 from compressor.calibration.documents import encode_field
 from compressor.calibration.local import parse, read_bytes
-from compressor.calibration.prompts import encode, prompts_digest
+from compressor.calibration.packing import shuffled
+from compressor.calibration.prompts import Prompt, encode, prompts_digest
 from compressor.calibration.training_prompts import training_prompts
 from compressor.decode.decoder import Decoder
 from compressor.decode.law import Law
 from compressor.errors import CompressError
 from compressor.recipe_training import Answers
-from compressor.train import answers, corpus
+from compressor.train import answers, corpus, self_prompts
 from compressor.train.corpus import Document
 from compressor.ui import UI
 
@@ -25,27 +26,40 @@ LONGEST_PROMPT = 512
 """Longer prompts are left out: they would teach few answers for their time."""
 
 
-def prompts(spec: Answers, tokenizer: Any, seed: int) -> tuple[list[list[int]], dict[str, Any]]:
+def prompts(
+    decoder: Decoder, tokenizer: Any, spec: Answers, folder: Path, *, seed: int, ui: UI
+) -> tuple[list[list[int]], dict[str, Any]]:
     """Token ids of every prompt, and where they come from: the package's own, or the user's JSON Lines file of `text`
-    or `messages`. Raises CompressError for a file that is not such, and where too few are left."""
-    if spec.prompts is None:
-        own = training_prompts(spec.count, seed)
-        ids = [encode(prompt, tokenizer) for prompt in own]
-        source = {"name": "training prompts of the package", "sha256": prompts_digest(own)}
-    else:
-        data = read_bytes(spec.prompts, "answers.prompts")
-        ids = [
-            encode_field(value, tokenizer, f"{spec.prompts} line {number}: {key}", answer=True)
-            for number, key, value in parse(data, spec.prompts)[: spec.count]
-        ]
-        source = {"name": Path(spec.prompts).name, "sha256": hashlib.sha256(data).hexdigest()}
-    kept = [row for row in ids if 2 < len(row) <= LONGEST_PROMPT]
+    or `messages`, and the target itself. Raises CompressError for a file that is not such, and where too few are left;
+    for the target's as `self_prompts.write`."""
+    others = round(spec.self_written * spec.count)
+    ids, source = _given(spec, tokenizer, seed, spec.count - others)
+    if others:
+        turns = self_prompts.write(decoder, tokenizer, others, folder, seed=seed, ui=ui)
+        written: list[Prompt] = [{"messages": [{"role": "user", "content": turn}]} for turn in turns]
+        ids += [encode(prompt, tokenizer) for prompt in written]
+        source["self_written"] = prompts_digest(written)
+    kept = shuffled([row for row in ids if 2 < len(row) <= LONGEST_PROMPT], seed)
     if len(kept) <= spec.held_out:
         raise CompressError(
             f"{source['name']}: {len(kept)} prompts of 3 to {LONGEST_PROMPT} tokens, of which {spec.held_out} would be "
             "held out; give more, or set held_out lower"
         )
     return kept, {"source": source, "prompts": len(kept), "prompts_left_out": len(ids) - len(kept)}
+
+
+def _given(spec: Answers, tokenizer: Any, seed: int, count: int) -> tuple[list[list[int]], dict[str, Any]]:
+    """The prompts that the target does not write."""
+    if spec.prompts is None:
+        own = training_prompts(count, seed) if count else []
+        source = {"name": "training prompts of the package", "sha256": prompts_digest(own)}
+        return [encode(prompt, tokenizer) for prompt in own], source
+    data = read_bytes(spec.prompts, "answers.prompts")
+    ids = [
+        encode_field(value, tokenizer, f"{spec.prompts} line {number}: {key}", answer=True)
+        for number, key, value in parse(data, spec.prompts)[:count]
+    ]
+    return ids, {"name": Path(spec.prompts).name, "sha256": hashlib.sha256(data).hexdigest()}
 
 
 def write(
@@ -64,7 +78,7 @@ def write(
                     part,
                     max_new_tokens=spec.max_new_tokens,
                     law=Law(spec.temperature),
-                    seed=seed + first,
+                    seed=f"{seed}/{first}",
                     stops=decoder.stops,
                 )
                 corpus.save(

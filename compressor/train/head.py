@@ -95,8 +95,10 @@ class Workplace:
     resume: bool = False
 
     def documents(self, spec: Answers) -> tuple[list[Document], dict[str, Any]]:
-        prompts, source = texts.prompts(spec, self.tokenizer, self.seed)
-        self.ui.stage("answers")
+        self.ui.stage("prompts and answers")
+        prompts, source = texts.prompts(
+            self.decoder, self.tokenizer, spec, self.folder / "prompts", seed=self.seed, ui=self.ui
+        )
         written = texts.write(self.decoder, prompts, spec, self.folder / "answers", seed=self.seed, ui=self.ui)
         return written, source
 
