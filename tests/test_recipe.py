@@ -49,6 +49,7 @@ def test_the_ready_recipes_are_the_promised_ones():
     found = {path.stem: Recipe.load(path).quantization for path in SHIPPED}
     assert {stem: (q.format, q.activations, q.method) for stem, q in found.items()} == {
         "quickstart": ("int4-g64", "16bit", "gptq"),
+        "eagle3-smollm2": ("int4-g64", "16bit", "gptq"),
         "nvfp4-weight-only": ("nvfp4", "16bit", "gptq"),
         "nvfp4-w4a4": ("nvfp4", "4bit", "gptq"),
         "mxfp4": ("mxfp4", "16bit", "gptq"),
