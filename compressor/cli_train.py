@@ -33,7 +33,7 @@ def train(
 ) -> None:
     """Train the proposer of a recipe on what its target writes, and export it; quantizes nothing."""
     from compressor.recipe import Recipe
-    from compressor.train import run
+    from compressor.train import curve, run
     from compressor.ui import RichUI
 
     output = Output(json_file)
@@ -42,6 +42,9 @@ def train(
     passport = run.train(job, place, work or _work(place), RichUI(), resume=resume, offline=offline)
     output.result({"head": str(place), "passport": passport.model_dump(mode="json")})
     output.line(_summary(place, passport.check.conditional, passport.check.tau))
+    gain = curve.last_doubling(passport.training["history"])  # type: ignore[arg-type]
+    if gain is not None:
+        output.line(f"{place}: the last doubling of tokens was worth {gain:+.2f} tokens a cycle on held-out documents")
 
 
 def heal(

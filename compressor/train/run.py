@@ -20,12 +20,12 @@ from compressor.job import Job
 from compressor.preflight import probe_output, staging_folder
 from compressor.recipe import Recipe
 from compressor.recipe_training import Heal
-from compressor.train import check, export, head, passport
+from compressor.train import check, curve, export, head, passport
 from compressor.train.head import Trained, Workplace
 from compressor.train.passport import HeadPassport
 from compressor.ui import UI
 
-RECIPE = "recipe.yaml"
+RECIPE, CURVE = "recipe.yaml", "training.svg"
 
 
 def train(
@@ -125,6 +125,8 @@ def _export(
         trained.export(staging)
         with naming(staging / RECIPE):
             (staging / RECIPE).write_text(yaml.safe_dump(recipe, sort_keys=False), encoding="utf-8")
+        with naming(staging / CURVE):
+            (staging / CURVE).write_text(curve.svg(trained.facts["history"]), encoding="utf-8")
         best = max(trained.facts["history"], key=lambda entry: entry["tau"])
         least = check.LEAST_OF_HELD_OUT * best["conditional"][0]
         finding = check.check(

@@ -86,7 +86,7 @@ def test_training_ends_in_a_head_whose_passport_tells_what_it_learned_from(train
     assert passport["check"]["conditional"][0] > 0.25  # an untrained one: 0.005
     assert not (trained / "head.work").exists()
     assert {path.name for path in (trained / "head").iterdir()} == {
-        *("config.json", "model.safetensors", "passport.json", "recipe.yaml")
+        *("config.json", "model.safetensors", "passport.json", "recipe.yaml", "training.svg")
     }
 
 
