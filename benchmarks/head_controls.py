@@ -70,12 +70,12 @@ COPIES: dict[str, Break] = {
 
 def judge(target: Path, folder: Path, decoder: Decoder, recorded: float) -> list[dict]:
     rows = []
-    tokenizer = load_tokenizer(target)
+    prompts = check.usual_prompts(load_tokenizer(target))
     for name, damage in COPIES.items():
         with tempfile.TemporaryDirectory() as place:
             copy = Path(shutil.copytree(folder, Path(place) / "head"))
             damage(copy)
-            finding = check.check("eagle3", copy, decoder, target, tokenizer, recorded=recorded)
+            finding = check.check("eagle3", copy, decoder, target, prompts, recorded=recorded)
         found = finding.measured
         rows.append({"copy": name, "tau": found["tau"], "conditional": found["conditional"], "fault": finding.fault})
         rates = " ".join("–" if rate is None else f"{rate:.3f}" for rate in found["conditional"])

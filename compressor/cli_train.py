@@ -67,6 +67,8 @@ def heal(
     output = Output(json_file)
     spec = Heal()
     optimization = {key: value for key, value in (("steps", steps), ("rate", rate)) if value is not None}
+    if steps is not None:
+        optimization["warmup"] = min(spec.optimization.warmup, steps // 5)
     answers = {} if count is None else {"count": count, "held_out": min(spec.answers.held_out, max(1, count // 8))}
     spec = Heal(
         answers=spec.answers.model_copy(update=answers), optimization=spec.optimization.model_copy(update=optimization)
@@ -91,8 +93,8 @@ def check_head(target: Target, head: Head, json_file: Json = None) -> None:
         refuse_changed(head, passport)
     recorded = None if passport is None else passport.check.tau
     kind = "eagle3" if passport is None else passport.kind
-    tokenizer = load_tokenizer(target)
-    finding = check.check(kind, head, engine.decoder(target), target, tokenizer, recorded=recorded, ui=RichUI())
+    prompts = check.usual_prompts(load_tokenizer(target))
+    finding = check.check(kind, head, engine.decoder(target), target, prompts, recorded=recorded, ui=RichUI())
     output.result({"head": str(head), "measured": finding.measured, "recorded_tau": recorded, "fault": finding.fault})
     check.refuse(head, finding)
     output.line(_summary(head, finding.measured["conditional"], finding.measured["tau"]))

@@ -12,7 +12,7 @@ from compressor.evals import prompts as evaluation_prompts
 from compressor.models import skeleton
 from compressor.proposers import load
 from compressor.recipe import matches
-from compressor.train import head
+from compressor.train import draft, head
 
 if TYPE_CHECKING:
     from compressor.checkpoint.inventory import Inventory
@@ -71,8 +71,10 @@ def check_source(state: Run) -> None:
         proposer = state.recipe.proposer
         if proposer.training is None:
             load.parse(proposer.name, state.source.folder, proposer.branching)
-        else:
+        elif proposer.kind == "eagle3":
             head.aux_of(state.config.num_hidden_layers, proposer.training)
+        elif proposer.kind == "draft":
+            draft.evenly(state.config.num_hidden_layers, proposer.training.layers)
         prompts = evaluation_prompts.acceptance_prompts(state.tokenizer, settings.prompts)
         longest = max(map(len, prompts)) + settings.max_new_tokens
         if longest > state.config.max_position_embeddings:

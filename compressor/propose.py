@@ -17,6 +17,7 @@ from compressor.measure import acceptance
 from compressor.proposers import load
 from compressor.proposers.load import HEAD_FOLDER
 from compressor.train import export, head, passport
+from compressor.train.finish import describe, finish
 from compressor.train.head import Workplace
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 TRAINED, HEALED = "head", "healed"
 """Folders of heads in the work folder."""
+SUFFIXES = (".safetensors", ".json", ".yaml", ".svg", ".txt", ".model", ".jinja")
+"""Of files that belong to a head or a draft model: weights, config, passport, recipe, curve, tokenizer."""
 
 
 def in_bundle(spec: Proposer) -> bool:
@@ -36,13 +39,20 @@ def in_bundle(spec: Proposer) -> bool:
 
 
 def train(state: Run) -> None:
-    """Train the proposer where the recipe says how, once."""
-    spec = state.recipe.proposer.training
-    if spec is None or state.job.stage("propose"):
+    """Train the proposer where the recipe says how, or note the files of the one it names; once."""
+    spec = state.recipe.proposer
+    recorded = state.job.stage("propose")
+    if spec.path is not None and recorded is None:
+        if spec.heal is not None:  # what cannot be healed is known before the work
+            export.load(Path(spec.path), engine.decoder(state.source.folder, dtype=state.dtype))
+        state.job.finish("propose", {"files": passport.files(Path(spec.path))})
+    if spec.training is None or recorded:
         return
+    state.ui.stage("propose")
     decoder = engine.decoder(state.source.folder, dtype=state.dtype)
-    trained = head.make(_workplace(state, decoder, state.source.folder, "training"), state.recipe.proposer.kind, spec)
-    _keep(state, trained, "propose", TRAINED, "training")
+    place = _workplace(state, decoder, state.source.folder, "training")
+    trained = head.make(place, spec.kind, spec.training)
+    _keep(state, place, trained, "propose", TRAINED, state.source.uri)
 
 
 def heal(state: Run, staging: Path) -> None:
@@ -53,22 +63,23 @@ def heal(state: Run, staging: Path) -> None:
     decoder = engine.decoder(staging, dtype=state.dtype)
     old = folder(state)
     assert old is not None  # the recipe refuses it otherwise
-    healed = head.heal(_workplace(state, decoder, staging, "healing"), export.load(old, decoder), spec)
-    _keep(state, healed, "heal", HEALED, "healing")
+    # Another seed than training's: its held-out documents are new to the head.
+    place = _workplace(state, decoder, staging, "healing", seed=state.recipe.run.seed + 1)
+    healed = head.heal(place, export.load(old, decoder), spec)
+    _keep(state, place, healed, "heal", HEALED, state.recipe.name, passport.files(old))
 
 
 def folder(state: Run, *, healed: bool = False) -> Path | None:
-    """Where the proposer's files are; None for one that has none. Raises CompressError where files of the work folder
-    are no longer what was recorded."""
+    """Where the proposer's files are; None for one that has none. Raises CompressError where they are no longer what
+    was recorded."""
     spec = state.recipe.proposer
-    if not healed and spec.path is not None:
-        return Path(spec.path)
-    if not healed and spec.training is None:
+    if not healed and spec.path is None and spec.training is None:
         return None
     stage, name = ("heal", HEALED) if healed else ("propose", TRAINED)
-    place = state.job.path(name)
-    if passport.files(place) != state.job.result(stage)["files"]:
-        raise CompressError(f"{place}: changed since it was written; remove the work folder and start again")
+    place = Path(spec.path) if spec.path is not None and not healed else state.job.path(name)
+    found = passport.files(place) if place.is_dir() else None
+    if found != state.job.result(stage)["files"]:
+        raise CompressError(f"{place}: missing or changed since it was recorded; remove the work folder and begin anew")
     return place
 
 
@@ -118,20 +129,36 @@ def put(state: Run, staging: Path) -> None:
     assert chosen is not None  # these kinds have files
     target = staging / HEAD_FOLDER
     target.mkdir()
-    for file in sorted(path for path in chosen.iterdir() if path.is_file()):
+    for file in sorted(path for path in chosen.iterdir() if path.is_file() and path.suffix in SUFFIXES):
         with naming(target / file.name):
             shutil.copyfile(file, target / file.name)
 
 
-def _workplace(state: Run, decoder: Decoder, target: Path, name: str) -> Workplace:
+def _workplace(state: Run, decoder: Decoder, target: Path, name: str, seed: int | None = None) -> Workplace:
     """Resumes by itself: the job has refused changed settings."""
-    seed, work = state.recipe.run.seed, state.job.path(name)
-    return Workplace(decoder, target, state.tokenizer, work, seed, state.ui, resume=True)
+    seed = state.recipe.run.seed if seed is None else seed
+    return Workplace(decoder, target, state.tokenizer, state.job.path(name), seed, state.ui, resume=True)
 
 
-def _keep(state: Run, trained: head.Trained, stage: str, name: str, work: str) -> None:
-    place = state.job.path(name)
-    shutil.rmtree(place, ignore_errors=True)
-    trained.export(place)
-    state.job.finish(stage, {"facts": trained.facts, "files": passport.files(place)})
-    shutil.rmtree(state.job.path(work))  # states of gigabytes
+def _keep(
+    state: Run,
+    place: Workplace,
+    trained: head.Trained,
+    stage: str,
+    name: str,
+    target: str,
+    healed_from: dict[str, str] | None = None,
+) -> None:
+    """Finish the proposer in the work folder and record it; what made it goes."""
+    kept = state.job.path(name)
+    finish(
+        trained,
+        place,
+        kept,
+        kind=state.recipe.proposer.kind,
+        target=describe(place.decoder, target, place.target),
+        recipe=state.recipe.to_dict(),
+        healed_from=healed_from,
+    )
+    state.job.finish(stage, {"files": passport.files(kept)})
+    shutil.rmtree(place.folder)  # states of gigabytes

@@ -192,6 +192,10 @@ class Proposer(Section):
         if self.training is not None and (self.path is not None or not able):
             reason = "path names a finished one" if able else f"kind {self.kind} is not trained"
             raise refuse("training", "…", f"{reason}; remove one of the two" if able else f"{reason}; remove it")
+        unused = self.training.unused(self.kind) if self.training is not None else None
+        if unused is not None:
+            reason = f"kind {self.kind} does not use it; remove it"
+            raise refuse(f"training.{unused}", getattr(self.training, unused), reason)
         if self.heal is not None and self.kind != "eagle3":
             raise refuse("heal", "…", f"kind {self.kind} is not healed; remove it")
         if self.branching is not None and self.kind in ("ngram", "suffix", "none"):

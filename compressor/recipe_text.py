@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import NoneType
 from typing import Any, get_args
 
 import yaml
@@ -85,20 +86,31 @@ def parse_override(override: str, model: type[BaseModel]) -> tuple[str, Any]:
             raise UsageError(f"--set: {key}: {_unknown(part, section, model)}")
         inner = _section_of(field)
         if depth == len(parts) - 1:
+            value = _load_yaml(text, f"--set: {key}")
             if inner is not None:
-                raise UsageError(f"--set: {key}: is a section; set one of its keys: {', '.join(inner.model_fields)}")
-        elif inner is None:
+                _refuse_section(key, value, inner, optional=inner is not field.annotation)
+            return key, value
+        if inner is None:
             raise UsageError(f"--set: {key}: {'.'.join(parts[: depth + 1])} is a value, not a section")
-        else:
-            section = inner
-    return key, _load_yaml(text, f"--set: {key}")
+        section = inner
+    raise AssertionError("a key has at least one part")
+
+
+def _refuse_section(key: str, value: Any, section: type[BaseModel], *, optional: bool) -> None:
+    """Refuse `value` for a whole section, save for null and {} where the section may be absent."""
+    if not optional or value not in (None, {}):
+        more = "; or null to leave it out, {} for its defaults" if optional else ""
+        raise UsageError(f"--set: {key}: is a section; set one of its keys: {', '.join(section.model_fields)}{more}")
 
 
 def assign(raw: dict, key: str, value: Any, file: Path) -> None:
-    """Put `value` at dotted `key`, making sections as needed. Raises UsageError where the file has no section."""
+    """Put `value` at dotted `key`, making sections that are missing or null. Raises UsageError where the file has no
+    section."""
     *parents, leaf = key.split(".")
     for depth, part in enumerate(parents):
-        raw = raw.setdefault(part, {})
+        if raw.get(part) is None:
+            raw[part] = {}
+        raw = raw[part]
         if not isinstance(raw, dict):
             raise UsageError(
                 f"{file}: {'.'.join(parents[: depth + 1])}: {_shown(raw)} is not allowed; must be a mapping"
@@ -144,7 +156,9 @@ def explain(error: ValidationError, model: type[BaseModel], origin: str, set_key
 
     `set_keys` are dotted keys that came from the command line: their errors begin with ``--set``.
     """
-    problems = [_problem(entry, model) for entry in error.errors()]
+    # A default that follows from another key says nothing beside that key's own error.
+    entries = [entry for entry in error.errors() if entry["type"] != "default_factory_not_called"]
+    problems = [_problem(entry, model) for entry in entries]
     key, text = problems[0]
     begin = "--set" if key in set_keys else origin
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
@@ -214,8 +228,10 @@ def _locate(location: list, model: type[BaseModel]) -> tuple[type[BaseModel], Fi
 
 
 def _section_of(field: FieldInfo) -> type[BaseModel] | None:
-    annotation = field.annotation
-    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+    """The section that a field holds or, where it may be null, can hold."""
+    choices = [choice for choice in get_args(field.annotation) if choice is not NoneType] or [field.annotation]
+    only = choices[0] if len(choices) == 1 else None
+    return only if isinstance(only, type) and issubclass(only, BaseModel) else None
 
 
 def _unknown(part: str, section: type[BaseModel], root: type[BaseModel]) -> str:

@@ -36,7 +36,11 @@ class Answers(Section):
     )
     max_new_tokens: int = Field(default=128, ge=1, description="Longest answer.")
     temperature: float = Field(default=0.0, ge=0, description="Sampling temperature of the answers; 0 = greedy.")
-    held_out: int = Field(default=128, ge=1, description="Documents that only judge.")
+    held_out: int = Field(
+        default_factory=lambda known: max(1, min(128, known["count"] // 8)),
+        ge=1,
+        description="Documents that only judge; without the key an eighth of count, at most 128.",
+    )
     cache: Literal["disk", "none"] = Field(
         default="disk", description="disk keeps the target's states in the work folder; none makes them every time."
     )
@@ -66,8 +70,31 @@ class Training(Section):
     )
     heads: int = Field(default=3, ge=1, le=16, description="medusa: heads, one a drafted token.")
     layers: int = Field(default=4, ge=1, description="draft: layers of the target that the draft model begins with.")
-    unroll: Unroll = 3
-    decay: Decay = 0.8
+    unroll: Unroll = Field(
+        default=3, description="eagle3: steps of the training-time test; draft: tokens a draft when it is judged."
+    )
+    decay: Decay = Field(
+        default=0.8, description="eagle3, medusa: weight of a position's loss relative to the one before."
+    )
+
+    def unused(self, kind: str) -> str | None:
+        """The first key that is not at its default and that a proposer of `kind` does not read."""
+        for key, kinds in READ_BY.items():
+            if kind not in kinds and getattr(self, key) != type(self).model_fields[key].default:
+                return key
+        return None
+
+
+READ_BY = {
+    "draft_vocab_size": ("eagle3", "medusa"),
+    "aux": ("eagle3",),
+    "heads": ("medusa",),
+    "layers": ("draft",),
+    "unroll": ("eagle3", "draft"),
+    "decay": ("eagle3", "medusa"),
+}
+"""The keys of a training that only some kinds of proposer read. They are held against their defaults, not asked whether
+they were written: the recipe beside a trained head holds every key, and must load again."""
 
 
 class Heal(Section):

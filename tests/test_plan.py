@@ -173,6 +173,95 @@ def test_stages_follow_the_recipe(model):
     assert names(**bare) == ["calibration rows", "quantize"]
 
 
+def eagle3(**sections):
+    return {"kind": "eagle3", "training": {"answers": {"count": 100, "max_new_tokens": 10}}, **sections}
+
+
+TRAINING = ["prompts and answers", "hidden states", "training"]
+HEALING = [*(f"{name} (healing)" for name in TRAINING), "healed acceptance"]
+
+
+@pytest.mark.parametrize(
+    ("proposer", "training", "healing"),
+    [
+        ({"kind": "eagle3", "path": "/head"}, [], []),
+        ({"kind": "eagle3", "path": "/head", "heal": {}}, [], HEALING),
+        ({"kind": "draft", "training": {"layers": 1}}, TRAINING, []),
+        ({"kind": "medusa", "training": {}}, TRAINING, []),
+        (eagle3(heal={}), TRAINING, HEALING),
+    ],
+)
+def test_training_and_healing_are_stages_where_the_recipe_asks_for_them(model, proposer, training, healing):
+    made = plan.make(recipe(model, proposer=proposer))
+    assert [stage.name for stage in made.stages] == [
+        "calibration rows",
+        "evaluation rows",
+        *training,
+        "baseline acceptance",
+        "quantize",
+        "quality",
+        "quantized acceptance",
+        *healing,
+    ]
+    assert all(stage.seconds > 0 for stage in made.stages)
+
+
+@pytest.mark.parametrize(
+    ("proposer", "states"),
+    [
+        (eagle3(), 100 * (75 + 9) * 4 * HIDDEN * 2),
+        (eagle3(training={"answers": {"count": 100, "max_new_tokens": 10}, "aux": [1]}), 100 * 84 * 2 * HIDDEN * 2),
+        (eagle3(kind="medusa"), 100 * (75 + 9) * HIDDEN * 2),
+        (eagle3(heal={"answers": {"count": 400, "max_new_tokens": 10}}), 400 * (75 + 9) * 4 * HIDDEN * 2),
+        (eagle3(training={"answers": {"cache": "none"}}), 0),
+    ],
+)
+def test_the_states_of_a_training_are_part_of_the_disk(model, proposer, states):
+    without = plan.make(recipe(model)).disk_bytes
+    assert plan.make(recipe(model, proposer=proposer)).disk_bytes == without + states
+
+
+def test_time_of_a_training_follows_its_documents_and_its_steps(model):
+    def seconds(count=100, steps=1000, cache="disk", kind="eagle3"):
+        answers = {"count": count, "max_new_tokens": 10, "cache": cache, "held_out": 1}
+        optimization = {"steps": steps, "rate": 1e-3, "evaluate_every": 1000}
+        training = {"answers": answers, "optimization": optimization}
+        made = plan.make(recipe(model, proposer={"kind": kind, "training": training}))
+        return {stage.name: stage.seconds for stage in made.stages}
+
+    few, many, longer, none = seconds(), seconds(count=400), seconds(steps=4000), seconds(cache="none")
+    for name in TRAINING[:2]:
+        assert many[name] == pytest.approx(4 * few[name])
+    assert longer["training"] == pytest.approx(4 * few["training"], rel=1e-3)
+    assert none["hidden states"] == pytest.approx(few["hidden states"] / 100)
+    assert none["training"] > few["training"]
+
+
+def test_the_speeds_of_a_training_are_those_that_were_measured():
+    hidden, layers = 576, 30
+    job = plan_costs.Job(
+        recipe=recipe("x", proposer={"kind": "eagle3", "training": {"answers": {"self_written": 0.0}}}),
+        groups=[],
+        layers=layers,
+        hidden=hidden,
+        intermediate=1536,
+        vocabulary=49152,
+        kv_width=384,
+        parameters=135_000_000,
+        block_parameters=3_500_000,
+        blocks_parameters=106_000_000,
+        source_bytes=270_000_000,
+        bundle_bytes=120_000_000,
+        itemsize=2,
+        calibration_tokens=0,
+    )
+    found = plan_costs.stages(job, replace(MACHINE, bf16_flops=plan_costs.REFERENCE_FLOPS))
+    seconds = {stage.name: stage.seconds for stage in found}
+    assert seconds["prompts and answers"] == pytest.approx(12_000 * (0.9 * 128 / 700 + 75 / 2000))
+    assert seconds["hidden states"] == pytest.approx(12_000 * (75 + 0.9 * 128) / 2000)
+    assert seconds["training"] == pytest.approx(1500 * 2.2, rel=0.05)  # a head of 10 million weights
+
+
 def test_more_rows_take_longer_and_activations_stop_at_their_budget(model):
     def quantize(rows, budget=4_000_000_000):
         made = plan.make(recipe(model, calibration={"rows": rows}, run={"activation_budget_bytes": budget}))

@@ -1,17 +1,19 @@
 """A job that trains its proposer: the head is trained, measured, healed and part of the signed bundle."""
 
 import json
+import shutil
 
 import pytest
 import tiny_models as tiny
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
-from compressor import pipeline
+from compressor import pipeline, propose
 from compressor.bundle import Bundle
 from compressor.decode.law import Law
 from compressor.errors import CompressError, UsageError
 from compressor.recipe import Recipe
+from compressor.train.passport import HeadPassport, files
 from compressor.ui import NullUI
 
 OPTIMIZATION = {"steps": 12, "rate": 0.02, "warmup": 2, "batch_tokens": 400, "evaluate_every": 6, "save_every": 6}
@@ -40,7 +42,9 @@ def source(folder):
 
 def recipe(folder, source, kind="eagle3", heal=True, **training):
     answers = {"prompts": str(folder / "prompts.jsonl"), "count": 30, "max_new_tokens": 16, "held_out": 4}
-    section = {"answers": answers, "optimization": OPTIMIZATION, "draft_vocab_size": 200, "aux": [0, 1], **training}
+    section = {"answers": answers, "optimization": OPTIMIZATION, **training}
+    if kind == "eagle3":
+        section = {"draft_vocab_size": 200, "aux": [0, 1], **section}
     proposer = {"kind": kind, "training": section, "num_speculative_tokens": 2}
     if heal:
         proposer["heal"] = {"answers": answers, "optimization": {**OPTIMIZATION, "rate": 0.001}}
@@ -73,7 +77,12 @@ def test_the_passport_has_acceptance_before_quantization_and_around_healing(bund
 def test_the_better_head_is_the_one_in_the_bundle(bundle):
     quantized = [row for row in bundle.passport.outcomes.acceptance if row.target == "quantized"]
     assert quantized[0].tau >= quantized[1].tau
-    assert set(bundle.passport.proposer.files) == {"config.json", "model.safetensors"}
+    assert {"config.json", "model.safetensors", "recipe.yaml"} <= set(bundle.passport.proposer.files)
+
+
+def test_the_head_in_the_bundle_says_what_it_was_trained_on(bundle):
+    passport = HeadPassport.load(bundle.path / "proposer")
+    assert passport.training["documents"] == 30 and passport.kind == "eagle3"
 
 
 def test_the_bundles_own_head_drafts_without_being_named(bundle):
@@ -85,8 +94,6 @@ def test_the_bundles_own_head_drafts_without_being_named(bundle):
 
 
 def test_a_head_that_was_changed_is_found_by_verification(bundle, folder):
-    import shutil
-
     copy = shutil.copytree(bundle.path, folder / "changed")
     head = copy / "proposer" / "model.safetensors"
     data = bytearray(head.read_bytes())
@@ -96,11 +103,71 @@ def test_a_head_that_was_changed_is_found_by_verification(bundle, folder):
         Bundle.open(copy).verify()
 
 
-@pytest.mark.parametrize("kind", ["medusa", "draft"])
-def test_other_proposers_are_trained_by_the_same_recipe(folder, source, kind):
-    made = run(folder, recipe(folder, source, kind, heal=False, layers=1, heads=2), kind)
+@pytest.mark.parametrize(("kind", "training"), [("medusa", {"heads": 2}), ("draft", {"layers": 1})])
+def test_other_proposers_are_trained_by_the_same_recipe(folder, source, kind, training):
+    made = run(folder, recipe(folder, source, kind, heal=False, **training), kind)
     assert [row.target for row in made.passport.outcomes.acceptance] == ["baseline", "quantized"]
     assert made.runner(proposer=kind, num_speculative_tokens=2).generate([5, 6], 4, law=Law(temperature=0.0), seed=0)
+
+
+@pytest.fixture(scope="module")
+def head(bundle, folder):
+    return shutil.copytree(bundle.path / "proposer", folder / "given")
+
+
+def given(folder, source, head, **changes):
+    made = recipe(folder, source).to_dict()
+    made["proposer"] |= {"training": None, "heal": None, "path": str(head), **changes}
+    return Recipe.from_dict(made)
+
+
+def test_a_head_that_is_named_becomes_part_of_the_bundle(folder, source, head):
+    made = run(folder, given(folder, source, head), "with-head")
+    assert made.passport.proposer.files["model.safetensors"] == files(head)["model.safetensors"]
+    assert [row.target for row in made.passport.outcomes.acceptance] == ["baseline", "quantized"]
+
+
+def test_a_named_head_that_changes_during_the_job_is_refused(folder, source, head, monkeypatch):
+    changed = shutil.copytree(head, folder / "changing")
+    original = pipeline.quantize
+
+    def quantize(state):
+        (changed / "recipe.yaml").write_text("name: other")
+        original(state)
+
+    monkeypatch.setattr(pipeline, "quantize", quantize)
+    with pytest.raises(CompressError, match="changing: missing or changed since it was recorded"):
+        run(folder, given(folder, source, changed), "never")
+    assert not (folder / "never").exists()
+
+
+def test_a_head_that_cannot_be_healed_is_refused_before_quantization(folder, source, head, monkeypatch):
+    other = shutil.copytree(head, folder / "own-embedding")
+    tensors = load_file(other / "model.safetensors")
+    tensors["embed_tokens.weight"] = torch.zeros(tiny.VOCABULARY, 64, dtype=torch.bfloat16)
+    save_file(tensors, other / "model.safetensors")
+    monkeypatch.setattr(pipeline, "quantize", None)
+    heal = recipe(folder, source).to_dict()["proposer"]["heal"]
+    with pytest.raises(UsageError, match="an embedding of their own"):
+        run(folder, given(folder, source, other, heal=heal), "unhealed")
+
+
+@pytest.mark.parametrize("stop", ["_keep", "put"])
+def test_a_job_that_was_stopped_around_its_proposer_ends_in_the_same_head(folder, source, bundle, monkeypatch, stop):
+    made, name = recipe(folder, source), f"stopped-{stop}"
+
+    def stopped(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(propose, stop, stopped)
+    with pytest.raises(KeyboardInterrupt):
+        run(folder, made, name)
+    monkeypatch.undo()
+    monkeypatch.setenv("COMPRESS_KEYS", str(folder / "keys"))
+    again = pipeline.run(made, out=folder / name, work=folder / f"{name}.work", ui=NullUI(), resume=True)
+    assert files(again.path / "proposer")["model.safetensors"] == files(bundle.path / "proposer")["model.safetensors"]
+    rows = [[row.model_dump() for row in one.passport.outcomes.acceptance] for one in (again, bundle)]
+    assert rows[0] == rows[1]
 
 
 def test_states_that_the_target_lacks_are_refused_before_any_work(folder, source):

@@ -244,6 +244,90 @@ def test_diff_shows_keys_that_only_one_version_knows(write):
     assert recipe.diff(older) == ["run.threads: (absent) → null", "run.cores: 2 → (absent)"]
 
 
+# ------------------------------------------------------------------ training and healing
+
+
+def trained(settings, kind="eagle3"):
+    return f"{BASE}proposer: {{kind: {kind}, training: {settings}}}\n"
+
+
+def test_the_defaults_of_training_and_healing_are_the_documented_ones(write):
+    optimization = {"batch_tokens": 4096, "accumulation": 1, "evaluate_every": 200, "patience": None, "save_every": 200}
+    answers = {
+        "prompts": None,
+        "self_written": 0.0,
+        "max_new_tokens": 128,
+        "temperature": 0.0,
+        "held_out": 128,
+        "cache": "disk",
+        "cache_bytes": 20_000_000_000,
+    }
+    proposer = Recipe.load(write(BASE + "proposer: {kind: eagle3, training: {}, heal: {}}\n")).to_dict()["proposer"]
+    assert proposer["training"] == {
+        "answers": {**answers, "count": 12_000},
+        "optimization": {"steps": 1500, "rate": 1e-3, "warmup": 50, **optimization},
+        "draft_vocab_size": 8192,
+        "aux": None,
+        "heads": 3,
+        "layers": 4,
+        "unroll": 3,
+        "decay": 0.8,
+    }
+    assert proposer["heal"] == {
+        "unroll": 3,
+        "decay": 0.8,
+        "answers": {**answers, "count": 2000},
+        "optimization": {"steps": 200, "rate": 2e-4, "warmup": 20, **optimization},
+    }
+
+
+@pytest.mark.parametrize(
+    ("answers", "held_out"),
+    [("{}", 128), ("{count: 100}", 12), ("{count: 2}", 1), ("{count: 1024}", 128), ("{count: 100, held_out: 50}", 50)],
+)
+def test_the_held_out_documents_are_an_eighth_unless_the_recipe_says_otherwise(write, answers, held_out):
+    assert Recipe.load(write(trained(f"{{answers: {answers}}}"))).proposer.training.answers.held_out == held_out
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "medusa", "draft"])
+def test_a_recipe_with_every_default_written_out_loads_again(kind):
+    made = Recipe.from_dict({"name": "t", "source": {"uri": "a/b"}, "proposer": {"kind": kind, "training": {}}})
+    again = Recipe.from_dict(made.to_dict())
+    assert again == made and again.digest() == made.digest()
+
+
+USED = {
+    "draft_vocab_size: 100": {"eagle3", "medusa"},
+    "aux: [1, 2]": {"eagle3"},
+    "heads: 4": {"medusa"},
+    "layers: 2": {"draft"},
+    "unroll: 2": {"eagle3", "draft"},
+    "decay: 0.5": {"eagle3", "medusa"},
+}
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "medusa", "draft"])
+@pytest.mark.parametrize("setting", USED)
+def test_a_setting_that_a_kind_does_not_read_is_refused(write, setting, kind):
+    path = write(trained(f"{{{setting}}}", kind))
+    if kind in USED[setting]:
+        assert Recipe.load(path).proposer.training is not None
+    else:
+        key, _, value = setting.partition(": ")
+        said = f"{path}: proposer.training.{key}: {value} is not allowed: kind {kind} does not use it; remove it"
+        assert refusal(path) == said
+
+
+def test_overrides_reach_into_sections_that_may_be_absent(write):
+    path = write(trained("{optimization: {steps: 7, rate: 0.1}}"))
+    training = Recipe.load(path, ["proposer.training.answers.count=100"]).proposer.training
+    assert (training.answers.count, training.answers.held_out, training.optimization.steps) == (100, 12, 7)
+    absent = write(trained("null"), "absent.yaml")
+    assert Recipe.load(absent, ["proposer.training.unroll=2"]).proposer.training.unroll == 2
+    assert Recipe.load(path, ["proposer.heal={}"]).proposer.heal.optimization.steps == 200
+    assert Recipe.load(path, ["proposer.training=", "proposer.kind=ngram"]).proposer.training is None
+
+
 # ------------------------------------------------------------------ what is refused
 
 REFUSED = {
@@ -273,6 +357,24 @@ REFUSED = {
     "proposer: {kind: draft}": "proposer.path: missing; kind draft needs it",
     "proposer: {path: head}": "/head' is not allowed: kind ngram does not use it; remove it",
     "proposer: {branching: [2, 1]}": "proposer.branching: [2, 1] is not allowed: kind ngram drafts no tree; remove it",
+    **{
+        f"proposer: {{kind: eagle3, training: {settings}}}": said
+        for settings, said in {
+            "5": "proposer.training: 5 is not allowed; must be a mapping with keys among answers, optimization, draft",
+            "{optimisation: {}}": "proposer.training.optimisation: unknown key; did you mean 'optimization'?",
+            "{aux: 5}": "proposer.training.aux: 5 is not allowed; must be a list",
+            "{aux: [-1]}": "proposer.training.aux[0]: -1 is not allowed; must be at least 0",
+            "{answers: 5}": "proposer.training.answers: 5 is not allowed; must be a mapping with keys among prompts",
+            "{answers: {cuont: 1}}": "proposer.training.answers.cuont: unknown key; did you mean 'count'?",
+            "{answers: {zzz: 1}}": "proposer.training.answers.zzz: unknown key; allowed: prompts, count, self_written",
+            "{answers: {cache: dsk}}": "answers.cache: 'dsk' is not allowed; must be one of disk, none; did you mean",
+            "{answers: {count: 'x'}}": "proposer.training.answers.count: 'x' is not allowed; must be a whole number",
+            "{answers: {count: 9, held_out: 9}}": "answers.held_out: 9 is not allowed: must be smaller than count (9)",
+            "{optimization: {rate: 0.1}}": "training.optimization.steps: missing (Steps of the optimizer)",
+        }.items()
+    },
+    "proposer: {kind: eagle3, path: h, heal: {decya: 1}}": "proposer.heal.decya: unknown key; did you mean 'decay'?",
+    "steps: 5": "steps: unknown key; did you mean 'proposer.training.optimization.steps'?",
     "proposer: {num_speculative_tokens: 65}": "proposer.num_speculative_tokens: 65 is not allowed: a draft can have 64",
     "proposer: {kind: mtp, branching: [9, 9, 9]}": "proposer.branching: [9, 9, 9] is not allowed: its tree has",
     "proposer: {kind: mtp, branching: [4, 16]}": "more than the 64 nodes that a draft can have; lower it",
@@ -348,6 +450,11 @@ OVERRIDES = {
     "quantization.metod=rtn": "--set: quantization.metod: unknown key; did you mean 'method'?",
     "seed=1": "--set: seed: unknown key; did you mean 'run.seed'?",
     "quantization=rtn": "--set: quantization: is a section; set one of its keys: format",
+    "proposer.training=5": "--set: proposer.training: is a section; set one of its keys: answers, optimization, draft",
+    "proposer.training.unrol=5": "--set: proposer.training.unrol: unknown key; did you mean 'unroll'?",
+    "proposer.training.answers.cuont=5": "--set: proposer.training.answers.cuont: unknown key; did you mean 'count'?",
+    "proposer.training.answers.count=0": "--set: proposer.training.answers.count: 0 is not allowed; must be at least 2",
+    "proposer.training.answers.count.x=0": "proposer.training.answers.count is a value, not a section",
     "name.x=1": "--set: name.x: name is a value, not a section",
     "quantization.damping=-1": "--set: quantization.damping: -1 is not allowed; must be greater than 0",
     "quantization.ignore=[": "--set: quantization.ignore: line 1, column 2",

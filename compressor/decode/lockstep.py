@@ -9,6 +9,7 @@ from torch import Tensor
 from compressor.decode.cache import SequenceCache
 from compressor.decode.decoder import CHUNK, FINAL, Decoder, Feed
 from compressor.decode.layers import Attention
+from compressor.errors import UsageError
 
 READ_TOKENS = 2048
 """Tokens of prompts that are read in one pass."""
@@ -22,13 +23,28 @@ class LockStep:
     """
 
     def __init__(self, decoder: Decoder, rows: int, capacity: int) -> None:
+        """Raises UsageError where memory has no room for the cache."""
         self.decoder = decoder
         shape = (rows, decoder.layers[0].kv_heads, capacity, decoder.layers[0].head_dim)
         # Zeros: what lies behind a row's end has the weight 0, and 0 times the NaN of fresh memory would be NaN.
-        self.keys, self.values = (
-            [torch.zeros(shape, dtype=decoder.dtype, device=decoder.device) for _ in decoder.layers] for _ in range(2)
-        )
+        try:
+            self.keys, self.values = (
+                [torch.zeros(shape, dtype=decoder.dtype, device=decoder.device) for _ in decoder.layers]
+                for _ in range(2)
+            )
+        except RuntimeError:  # how torch says that an allocation failed
+            size = rows * self.row_bytes(decoder, capacity) / 2**30
+            raise UsageError(
+                f"a cache of {rows} texts of {capacity} tokens takes {size:.3g} GiB, more than there is; ask for "
+                "shorter answers"
+            ) from None
         self.lengths = torch.zeros(rows, dtype=torch.long, device=decoder.device)
+
+    @staticmethod
+    def row_bytes(decoder: Decoder, capacity: int) -> int:
+        """Bytes of one text's keys and values."""
+        first = decoder.layers[0]
+        return 2 * len(decoder.layers) * first.kv_heads * first.head_dim * capacity * decoder.dtype.itemsize
 
     @torch.inference_mode()
     def admit(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> Tensor:

@@ -12,6 +12,8 @@ from compressor.decode.lockstep import LockStep
 from compressor.decode.sampling import draw
 from compressor.errors import CompressError
 
+CACHE_BYTES = 8_000_000_000
+"""What the keys and values of all rows take at most: of larger models fewer texts are written at a time."""
 ROWS = 192
 """Texts written at a time: more are hardly faster on a CPU, and the cache grows."""
 
@@ -35,25 +37,28 @@ def write(
     """
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))  # rows of one length waste no attention
     waiting = iter(order)
-    rows = min(rows, len(prompts))
-    table = LockStep(decoder, rows, max(map(len, prompts), default=0) + max_new_tokens)
+    capacity = max(map(len, prompts), default=0) + max_new_tokens
+    rows = min(rows, len(prompts), max(1, CACHE_BYTES // LockStep.row_bytes(decoder, capacity)))
+    table = LockStep(decoder, rows, capacity)
     answers: list[list[int]] = [[] for _ in prompts]
     occupant: list[int | None] = [None] * rows
     generators: dict[int, torch.Generator] = {}
     tokens = torch.zeros(rows, dtype=torch.long, device=decoder.device)
 
-    def admit() -> None:
+    def admit() -> bool:
+        """Read prompts into free rows; whether any was."""
         free = [row for row in range(rows) if occupant[row] is None]
         if len(free) < max(1, rows // 8):  # few prompts at a time are read slowly
-            return
+            return False
         new = [(row, prompt) for row, prompt in zip(free, waiting, strict=False)]
         if not new:
-            return
+            return False
         for row, prompt in new:
             occupant[row] = prompt
             generators[prompt] = torch.Generator().manual_seed(random.Random(f"{seed}/{prompt}").getrandbits(63))
         taken = [row for row, _ in new]
         take(taken, table.admit(taken, [prompts[prompt] for _, prompt in new]))
+        return True
 
     def take(taken: list[int], logits: Tensor) -> None:
         """Choose a token for each of the rows and note it; rows whose answer is complete become free."""
@@ -69,12 +74,11 @@ def write(
                 del generators[prompt]
         advance(len(taken))
 
-    admit()
-    while any(prompt is not None for prompt in occupant):
+    while admit() or any(prompt is not None for prompt in occupant):
         taken = [row for row in range(rows) if occupant[row] is not None]
-        logits = table.step(tokens)
-        take(taken, logits if len(taken) == rows else logits[taken])
-        admit()
+        if taken:  # a first token may end every answer
+            logits = table.step(tokens)
+            take(taken, logits if len(taken) == rows else logits[taken])
     return answers
 
 

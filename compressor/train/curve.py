@@ -15,6 +15,7 @@ from compressor.bundle.plots import COLOURS, MARKERS
 
 def svg(history: Sequence[dict[str, Any]]) -> str:
     """SVG text; `history` as of `loop.train`. The same history gives the same bytes."""
+    history = [entry for entry in history if entry["tokens"]]  # a logarithm has no place for the start
     tokens = [entry["tokens"] for entry in history]
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "compressor", "font.size": 10}):
         figure = Figure(figsize=(7.2, 4.0), layout="constrained")
@@ -46,6 +47,7 @@ def svg(history: Sequence[dict[str, Any]]) -> str:
 def last_doubling(history: Sequence[dict[str, Any]]) -> float | None:
     """How much tau rose since half of the tokens, between two looks along the logarithm of tokens; None where the first
     look came later. Within one run: the falling learning rate is part of it."""
+    history = [entry for entry in history if entry["tokens"]]
     end = history[-1]
     half = end["tokens"] / 2
     before = [entry for entry in history if entry["tokens"] <= half]

@@ -23,7 +23,8 @@ from compressor.ui import UI
 PART = 1152
 """Prompts answered between two saves: six times the rows written at a time, so that few of them idle at the end."""
 LONGEST_PROMPT = 512
-"""Longer prompts are left out: they would teach few answers for their time."""
+"""Longer prompts are left out: they would teach few answers for their time. So are those whose answers would leave the
+target's context."""
 
 
 def prompts(
@@ -39,11 +40,12 @@ def prompts(
         written: list[Prompt] = [{"messages": [{"role": "user", "content": turn}]} for turn in turns]
         ids += [encode(prompt, tokenizer) for prompt in written]
         source["self_written"] = prompts_digest(written)
-    kept = shuffled([row for row in ids if 2 < len(row) <= LONGEST_PROMPT], seed)
+    longest = min(LONGEST_PROMPT, (decoder.max_length or LONGEST_PROMPT + spec.max_new_tokens) - spec.max_new_tokens)
+    kept = shuffled([row for row in ids if 2 < len(row) <= longest], seed)
     if len(kept) <= spec.held_out:
         raise CompressError(
-            f"{source['name']}: {len(kept)} prompts of 3 to {LONGEST_PROMPT} tokens, of which {spec.held_out} would be "
-            "held out; give more, or set held_out lower"
+            f"{source['name']}: {len(kept)} prompts of 3 to {longest} tokens, of which {spec.held_out} would be "
+            "held out; give more or shorter ones, or set held_out or max_new_tokens lower"
         )
     return kept, {"source": source, "prompts": len(kept), "prompts_left_out": len(ids) - len(kept)}
 
@@ -68,7 +70,7 @@ def write(
     """The documents: every prompt with its answer. Parts that `folder` holds already are read, not written."""
     folder.mkdir(parents=True, exist_ok=True)
     documents: list[Document] = []
-    with ui.progress("answers", len(texts)) as bar:
+    with ui.progress("answers", len(texts) * spec.max_new_tokens) as bar:
         for first in range(0, len(texts), PART):
             file = folder / f"answers-{first // PART:04}.safetensors"
             part = texts[first : first + PART]
@@ -80,12 +82,18 @@ def write(
                     law=Law(spec.temperature),
                     seed=f"{seed}/{first}",
                     stops=decoder.stops,
+                    advance=bar.advance,
                 )
+                bar.advance(sum(spec.max_new_tokens - len(answer) for answer in written))
                 corpus.save(
                     file, [Document(prompt + answer, len(prompt)) for prompt, answer in zip(part, written, strict=True)]
                 )
-            documents += corpus.load(file)
-            bar.advance(len(part))
+            else:
+                bar.advance(len(part) * spec.max_new_tokens)
+            found = corpus.load(file)
+            if [document.tokens[: document.start] for document in found] != part:
+                raise CompressError(f"{file}: answers other prompts than these; remove {folder} and start again")
+            documents += found
     return documents
 
 

@@ -26,7 +26,7 @@ def evenly(depth: int, layers: int) -> list[int]:
     """`layers` indices of `depth` layers, evenly spaced, the first and, of two or more, the last among them. Raises
     UsageError for a number that is not from 1 to `depth`."""
     if not 1 <= layers <= depth:
-        raise UsageError(f"layers: {layers}: a draft model takes 1 to {depth} of the target's layers")
+        raise UsageError(f"proposer.training.layers: {layers}: a draft model takes 1 to {depth} of the target's layers")
     return [round(i * (depth - 1) / max(1, layers - 1)) for i in range(layers)]
 
 
@@ -60,7 +60,7 @@ def draft_of(target: Any, layers: int) -> Any:
     if missing:
         raise CompressError(f"draft model: the target has no plain '{missing[0]}'; begin with the unquantized target")
     model.load_state_dict({name: theirs[source] for name, source in origin.items()})
-    return model
+    return model.eval()  # no dropout: it would make a resumed run another one
 
 
 class DraftTask(nn.Module):

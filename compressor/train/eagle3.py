@@ -35,7 +35,7 @@ class HeadShape:
 
 
 class RMSNorm(nn.Module):
-    """In float32, rounded before the weight, as the decoder does it."""
+    """In float32 throughout; what reads it rounds."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()

@@ -20,10 +20,10 @@ Layout = Literal["vllm", "speculators"]
 
 def tensors(head: Eagle3Head, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
     """By name: the weights in `dtype`, `d2t` int64 [draft_vocab] (target id - own id) and `t2d` bool [V]."""
-    ids = head.target_ids
+    ids = head.target_ids.cpu()
     known = torch.zeros(head.shape.vocab_size, dtype=torch.bool)
     known[ids] = True
-    found = {name: value.detach().to(dtype) for name, value in head.named_parameters()}
+    found = {name: value.detach().to("cpu", dtype) for name, value in head.named_parameters()}
     return found | {"d2t": ids - torch.arange(len(ids)), "t2d": known}
 
 

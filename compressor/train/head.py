@@ -13,9 +13,9 @@ from compressor.decode import engine
 from compressor.decode.decoder import Decoder
 from compressor.errors import CompressError, UsageError
 from compressor.proposers.eagle3 import default_aux
-from compressor.recipe_training import Answers, Heal, Optimization, Training
+from compressor.recipe_training import Answers, Heal, Training
+from compressor.train import check, draft, export, medusa, start, states
 from compressor.train import documents as texts
-from compressor.train import draft, export, medusa, start, states
 from compressor.train.corpus import Document
 from compressor.train.eagle3 import Eagle3Head, HeadShape
 from compressor.train.eagle3_task import Eagle3Task
@@ -31,17 +31,15 @@ without the final norm, or of other documents, give back far fewer."""
 @dataclass(frozen=True)
 class Trained:
     """`export` writes the proposer with its best weights into a folder; `facts`, for the passport, are documents,
-    vocabulary and history (see `loop.train`)."""
+    vocabulary and history (see `loop.train`); `prompts` are those of held-out documents, for a check."""
 
     export: Callable[[Path], None]
     facts: dict[str, Any]
+    prompts: list[list[int]]
 
 
 def output_weight(decoder: Decoder, ids: Tensor) -> Tensor:
-    """Rows [len(ids), H] of the matrix that makes the target's logits of its final states. Raises CompressError for a
-    target whose logits are more than a product."""
-    if getattr(decoder.config, "final_logit_softcapping", None) is not None:
-        raise CompressError(f"model_type '{decoder.config.model_type}': capped logits cannot be distilled")
+    """Rows [len(ids), H] of the matrix that makes the target's logits of its final states."""
     if decoder.head.packed is None and isinstance(decoder.head.modules[0], nn.Linear):
         return decoder.head.modules[0].weight[ids].detach()
     # Packed or quantized: the matrix is what it makes of the unit vectors.
@@ -52,9 +50,10 @@ def output_weight(decoder: Decoder, ids: Tensor) -> Tensor:
 def aux_of(layers: int, spec: Training) -> tuple[int, ...]:
     """States that a head reads of a target with so many layers. Raises UsageError for ones that it lacks."""
     aux = tuple(spec.aux) if spec.aux is not None else default_aux(layers)
-    if list(aux) != sorted(set(aux)) or not aux[0] >= 0 or aux[-1] > layers:
+    if list(aux) != sorted(set(aux)) or aux[0] < 0 or aux[-1] > layers:
+        which = "" if spec.aux is not None else ", the default,"
         raise UsageError(
-            f"proposer.training.aux: {list(aux)} must ascend and lie within 0 to {layers}, the target's layers"
+            f"proposer.training.aux: {list(aux)}{which} must ascend and lie within 0 to {layers}, the target's layers"
         )
     return aux
 
@@ -104,25 +103,31 @@ class Workplace:
 
 
 def make(place: Workplace, kind: str, spec: Training) -> Trained:
-    """Train a proposer of `kind` (eagle3, medusa, draft) for the target from nothing."""
+    """Train a proposer of `kind` (eagle3, medusa, draft) for the target from nothing. Raises, before any work,
+    CompressError for a target that cannot be learnt from and UsageError for a proposer that it has no room for."""
+    _check_target(place.decoder)
     if kind == "eagle3":
-        shape_of(place.decoder, spec)  # refuses before any work
+        shape_of(place.decoder, spec)
     if kind == "draft":
         draft.evenly(len(place.decoder.layers), spec.layers)
     documents, source = place.documents(spec.answers)
     torch.manual_seed(place.seed)
     begin = {"eagle3": _eagle3, "medusa": _medusa, "draft": _draft}[kind]
     task, aux, write = begin(place, spec, documents)
-    facts = _fit(place, task, documents, spec.answers, spec.optimization, aux)
-    return Trained(write, {"source": source, **facts})
+    return _fit(place, task, documents, source, spec, aux, write)
 
 
 def heal(place: Workplace, head: Eagle3Head, spec: Heal) -> Trained:
     """Fine-tune `head`, of another form of the target, on what this one answers."""
+    _check_target(place.decoder)
     documents, source = place.documents(spec.answers)
     task = Eagle3Task(head, output_weight(place.decoder, head.target_ids), steps=spec.unroll, decay=spec.decay)
-    facts = _fit(place, task, documents, spec.answers, spec.optimization, head.shape.aux)
-    return Trained(partial(export.write, head), {"source": source, **facts})
+    return _fit(place, task, documents, source, spec, head.shape.aux, partial(export.write, head))
+
+
+def _check_target(decoder: Decoder) -> None:
+    if getattr(decoder.config, "final_logit_softcapping", None) is not None:
+        raise CompressError(f"model_type '{decoder.config.model_type}': capped logits cannot be distilled")
 
 
 Begun = tuple[nn.Module, Sequence[int], Callable[[Path], None]]
@@ -162,23 +167,25 @@ def _fit(
     place: Workplace,
     task: nn.Module,
     documents: Sequence[Document],
-    answers: Answers,
-    optimization: Optimization,
+    source: dict[str, Any],
+    spec: Training | Heal,
     aux: Sequence[int],
-) -> dict[str, Any]:
-    """Fit what `task` trains to the target's distribution on documents that it wrote itself; the facts."""
-    decoder = place.decoder
+    write: Callable[[Path], None],
+) -> Trained:
+    """Fit what `task` trains to the target's distribution on documents that it wrote itself."""
+    decoder, answers = place.decoder, spec.answers
     place.ui.stage("hidden states")
     lookup = states_of(decoder, documents, aux, answers, place.folder, place.ui)
     held_out = range(0, len(documents), max(1, len(documents) // answers.held_out))[: answers.held_out]
     agreement = check_teacher(decoder, documents, lookup, held_out, greedy=answers.temperature == 0)
     place.ui.stage("training")
-    schedule = Schedule(**optimization.model_dump(), seed=place.seed)
+    schedule = Schedule(**spec.optimization.model_dump(), seed=place.seed)
     history = train(
         task, documents, lookup, held_out, schedule, place.folder / "training", place.ui, resume=place.resume
     )
     known = getattr(task, "draft_ids", None)
-    return {
+    facts = {
+        "source": source,
         "documents": len(documents),
         "tokens": sum(len(document.tokens) for document in documents),
         "answer_tokens": sum(len(document.tokens) - document.start for document in documents),
@@ -188,6 +195,8 @@ def _fit(
         "draft_vocabulary_coverage": 1.0 if known is None else start.coverage(documents, (known >= 0).nonzero()[:, 0]),
         "history": history,
     }
+    judged = [documents[index] for index in held_out[: check.PROMPTS]]
+    return Trained(write, facts, [document.tokens[: document.start] for document in judged])
 
 
 def states_of(

@@ -37,8 +37,8 @@ class Schedule:
     - `steps`: of the optimizer. `rate`: the largest learning rate, after `warmup` steps; it then falls to `floor` of
       itself along half a cosine.
     - `batch_tokens`: of a batch, padding included; `accumulation`: batches a step.
-    - `evaluate_every`: steps between two looks at the held-out documents; `patience`: of those looks without a better
-      tau before training stops, None for never. `save_every`: steps between checkpoints.
+    - `evaluate_every`: steps between two looks at the held-out documents; `patience`: of those looks, all below the
+      best tau, after which training stops, None for never. `save_every`: steps between checkpoints.
     """
 
     steps: int
@@ -75,10 +75,12 @@ def train(
 
     `task(documents, states)` gives the loss and a `Tally`. `folder` keeps the last and the best checkpoint.
     Returns the history: one entry a look at the held-out documents, {step, tokens, loss, conditional, tau, seconds},
-    where `tokens` counts those trained on so far, with repetitions. With accelerate's launcher every process
+    where `tokens` counts those trained on so far, with repetitions; the first is from before the first step and has no
+    loss (None). With accelerate's launcher every process
     takes its share of the batches.
 
-    Raises CompressError for a loss that is not finite and for a disk that is full; the last checkpoint then stands.
+    Raises CompressError for a loss or a gradient that is not finite, OSError for a disk that is full; the last
+    checkpoint then stands.
     """
     return _Training(task, documents, states, held_out, schedule, Path(folder), ui).run(resume)
 
@@ -114,6 +116,8 @@ class _Training:
         self.step = self.tokens = 0
         self.seconds = 0.0
         self.history: list[dict[str, Any]] = []
+        self.losses: list[float] = []
+        """Of the steps since the last look."""
 
     def run(self, resume: bool) -> list[dict[str, Any]]:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -121,18 +125,18 @@ class _Training:
             self._load(self.last)
         schedule = self.schedule
         started = time.monotonic() - self.seconds
-        losses: list[float] = []
         batches = self._batches()
+        if self.step == 0:
+            self._look()  # what is fine-tuned may have been best as it came
         with self.ui.progress("training", schedule.steps) as bar:
             bar.advance(self.step)
             while self.step < schedule.steps and not self._stale():
-                losses.append(self._update([next(batches) for _ in range(schedule.accumulation)]))
+                self.losses.append(self._update([next(batches) for _ in range(schedule.accumulation)]))
                 self.step += 1
                 self.seconds = time.monotonic() - started
                 bar.advance()
                 if self.step % schedule.evaluate_every == 0 or self.step == schedule.steps:
-                    self._look(sum(losses) / len(losses))
-                    losses = []
+                    self._look()
                 if self.step % schedule.save_every == 0 or self.step == schedule.steps:
                     self._save(self.last)
         self.accelerator.wait_for_everyone()
@@ -148,7 +152,7 @@ class _Training:
         while True:
             rng = random.Random(f"{self.schedule.seed}/{epoch}")
             found = list(corpus.batches(lengths, self.schedule.batch_tokens, rng))
-            found += found[: -len(found) % share]
+            found += (found * share)[: -len(found) % share]
             for number, batch in enumerate(found):
                 if skip:
                     skip -= 1
@@ -171,20 +175,29 @@ class _Training:
                     )
                 self.accelerator.backward(loss)
                 if self.accelerator.sync_gradients:
-                    self.accelerator.clip_grad_norm_(self.named.values(), CLIP)
+                    self._clip()
                 self.optimizer.step()
                 self.optimizer.zero_grad()
             total += value / len(batches)
             self.tokens += sum(len(self.documents[i].tokens) for i in batch) * self.accelerator.num_processes
         return total
 
+    def _clip(self) -> None:
+        norm = self.accelerator.clip_grad_norm_(self.named.values(), CLIP)
+        if norm is not None and not math.isfinite(float(norm)):
+            raise CompressError(
+                f"training: the gradient is {float(norm)} at step {self.step + 1}; {self._usable()}; lower the rate"
+            )
+
     def _apply(self, batch: Sequence[int]) -> tuple[Tensor, Tally]:
         with self.accelerator.autocast():
             return self.task([self.documents[i] for i in batch], self.states(batch))
 
     @torch.no_grad()
-    def _look(self, loss: float) -> None:
+    def _look(self) -> None:
         """Add an entry to the history, and keep the weights if they are the best so far."""
+        loss = sum(self.losses) / len(self.losses) if self.losses else None
+        self.losses = []
         lengths = [len(self.documents[index].tokens) for index in self.held_out]
         tallies = [
             self._apply([self.held_out[i] for i in batch])[1]
@@ -202,7 +215,8 @@ class _Training:
             }
         )
         shown = " ".join(f"{rate:.3f}" for rate in tally.conditional)
-        self.ui.note(f"step {self.step}: loss {loss:.3f}, held-out acceptance {shown}, tau {tally.tau:.3f}")
+        lost = "" if loss is None else f"loss {loss:.3f}, "
+        self.ui.note(f"step {self.step}: {lost}held-out acceptance {shown}, tau {tally.tau:.3f}")
         if tally.tau == max(entry["tau"] for entry in self.history):
             self._save(self.best, weights_only=True)
 
@@ -232,6 +246,7 @@ class _Training:
             "tokens": self.tokens,
             "seconds": self.seconds,
             "history": self.history,
+            "losses": self.losses,
         }
         writer.save_atomic(path, tensors, {"state": json.dumps(state)})
 
@@ -241,16 +256,16 @@ class _Training:
                 state = json.loads(file.metadata()["state"])
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
         except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
-            raise CompressError(f"{path}: not a usable checkpoint ({error}); remove it") from None
+            raise CompressError(f"{path}: not a usable checkpoint ({error}); remove {path.parent}") from None
         if not weights_only and state["schedule"] != asdict(self.schedule):
             raise UsageError(f"{path}: was trained with another schedule; train anew, or with the same one")
         with torch.no_grad():
             for name, value in self.named.items():
-                value.copy_(tensors.pop(f"weights.{name}"))
+                value.copy_(tensors.pop(f"weights.{name}").to(value.device))
         if weights_only:
             return
         for full, tensor in tensors.items():
             _, key, name = full.split(".", 2)
-            self.optimizer.state[self.named[name]][key] = tensor
+            self.optimizer.state[self.named[name]][key] = tensor.to(self.named[name].device)
         self.step, self.tokens, self.history = state["step"], state["tokens"], state["history"]
-        self.seconds = state["seconds"]
+        self.seconds, self.losses = state["seconds"], state["losses"]

@@ -145,9 +145,9 @@ def export_medusa(heads: MedusaHeads, folder: Path) -> None:
         "original_lm_head": heads.shared,
         "dtype": "bfloat16",
     }
-    tensors = {name: value.detach().to(torch.bfloat16) for name, value in heads.named_parameters()}
+    tensors = {name: value.detach().to("cpu", torch.bfloat16) for name, value in heads.named_parameters()}
     if kept < heads.vocab_size:
-        tensors["token_map"] = heads.target_ids
+        tensors["token_map"] = heads.target_ids.cpu()
     folder.mkdir(parents=True, exist_ok=True)
     writer.save_atomic(folder / SINGLE_NAME, tensors, {"format": "pt"})
     with naming(folder / CONFIG):

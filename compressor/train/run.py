@@ -7,25 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from compressor import record
 from compressor.checkpoint import source
-from compressor.checkpoint.digest import sha256_file
 from compressor.checkpoint.tokenizer import load_tokenizer
 from compressor.decode import engine
-from compressor.decode.decoder import Decoder
 from compressor.errors import CompressError, UsageError, naming
 from compressor.job import Job
 from compressor.preflight import probe_output, staging_folder
 from compressor.recipe import Recipe
 from compressor.recipe_training import Heal
-from compressor.train import check, curve, export, head, passport
+from compressor.train import export, head, passport
+from compressor.train.finish import describe, finish
 from compressor.train.head import Trained, Workplace
 from compressor.train.passport import HeadPassport
 from compressor.ui import UI
-
-RECIPE, CURVE = "recipe.yaml", "training.svg"
 
 
 def train(
@@ -55,6 +51,10 @@ def train(
     decoder = engine.decoder(resolved.folder, dtype=getattr(torch, recipe.source.dtype))
     job = Job(work, recipe, record.environment(), resume=resume)
     try:
+        target = describe(decoder, resolved.uri, resolved.folder)
+        if job.stage("source") not in (None, target):
+            raise UsageError(f"{work}: cannot resume, the source's files changed since it started")
+        job.finish("source", target)
         tokenizer = load_tokenizer(resolved.folder)
         place = Workplace(decoder, resolved.folder, tokenizer, job.work, recipe.run.seed, ui, resume)
         trained = head.make(place, kind, spec)
@@ -63,7 +63,7 @@ def train(
             place,
             out,
             kind=kind,
-            target=describe(decoder, resolved.uri, resolved.folder),
+            target=target,
             recipe=recipe.to_dict(),
         )
     finally:
@@ -86,69 +86,21 @@ def heal(
     origin = passport.files(old)
     described = describe(decoder, target.name, target)
     _open(work, {"settings": settings, "head": origin, "target": described}, resume)
-    place = Workplace(decoder, target, load_tokenizer(target), work, seed, ui, resume)
+    # Another seed than training's: its held-out documents are new to the head.
+    place = Workplace(decoder, target, load_tokenizer(target), work, seed + 1, ui, resume)
     trained = head.heal(place, module, spec)
     found = _export(trained, place, out, kind="eagle3", target=described, recipe=settings, healed_from=origin)
     shutil.rmtree(work)
     return found
 
 
-def describe(decoder: Decoder, name: str, folder: Path) -> dict[str, Any]:
-    """The target's row of the passport."""
-    wanted = (path for path in sorted(folder.iterdir()) if path.suffix in (".safetensors", ".json"))
-    files = {path.name: sha256_file(path) for path in wanted if path.name != passport.FILE_NAME}
-    return {
-        "source": name,
-        "model_type": decoder.config.model_type,
-        "hidden_size": decoder.config.hidden_size,
-        "layers": len(decoder.layers),
-        "vocab_size": decoder.vocab_size,
-        "files": files,
-    }
-
-
-def _export(
-    trained: Trained,
-    place: Workplace,
-    out: Path,
-    *,
-    kind: str,
-    target: dict[str, Any],
-    recipe: dict[str, Any],
-    healed_from: dict[str, str] | None = None,
-) -> HeadPassport:
-    """Write the head beside `out`, load it again as an engine would, check it against training, and rename it."""
-    place.ui.stage("export")
+def _export(trained: Trained, place: Workplace, out: Path, **described: Any) -> HeadPassport:
+    """Finish the proposer beside `out`, and rename it."""
     staging = staging_folder(out)
-    shutil.rmtree(staging, ignore_errors=True)
-    try:
-        trained.export(staging)
-        with naming(staging / RECIPE):
-            (staging / RECIPE).write_text(yaml.safe_dump(recipe, sort_keys=False), encoding="utf-8")
-        with naming(staging / CURVE):
-            (staging / CURVE).write_text(curve.svg(trained.facts["history"]), encoding="utf-8")
-        best = max(trained.facts["history"], key=lambda entry: entry["tau"])
-        least = check.LEAST_OF_HELD_OUT * best["conditional"][0]
-        finding = check.check(
-            kind, staging, place.decoder, place.target, place.tokenizer, least_first=least, ui=place.ui
-        )
-        check.refuse(staging, finding)
-        found = passport.write(
-            staging,
-            kind=kind,
-            target=target,
-            recipe=recipe,
-            training=trained.facts,
-            check=finding.measured,
-            healed_from=healed_from,
-        )
-        out.parent.mkdir(parents=True, exist_ok=True)
-        if out.exists():
-            out.rmdir()  # empty: checked before the run began
-        os.replace(staging, out)
-    except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise
+    found = finish(trained, place, staging, **described)
+    if out.exists():
+        out.rmdir()  # empty: checked before the run began
+    os.replace(staging, out)
     return found
 
 

@@ -5,6 +5,8 @@ No two are alike, where prompts made of templates repeat themselves after a few 
 """
 
 import json
+import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +59,11 @@ def write(decoder: Decoder, tokenizer: Any, count: int, folder: Path, *, seed: i
 
 def _part(decoder: Decoder, tokenizer: Any, start: list[int], file: Path, seed: str) -> list[str]:
     if file.is_file():
-        return json.loads(file.read_text(encoding="utf-8"))
+        with suppress(ValueError):  # what cannot be read gets the error below
+            texts = json.loads(file.read_text(encoding="utf-8"))
+            if isinstance(texts, list) and all(isinstance(text, str) for text in texts):
+                return texts
+        raise CompressError(f"{file}: damaged; remove it")
     turns = answers.write(
         decoder,
         [start] * PART,
@@ -70,7 +76,9 @@ def _part(decoder: Decoder, tokenizer: Any, start: list[int], file: Path, seed: 
     texts = [tokenizer.decode(turn, skip_special_tokens=True).strip() for turn in finished]
     kept = [text for text in texts if len(text) >= LEAST_CHARACTERS]
     new = file.with_suffix(".new")
-    with naming(new):
-        new.write_text(json.dumps(kept, ensure_ascii=False), encoding="utf-8")
+    with naming(new), new.open("w", encoding="utf-8") as opened:
+        json.dump(kept, opened, ensure_ascii=False)
+        opened.flush()
+        os.fsync(opened.fileno())
     new.replace(file)
     return kept

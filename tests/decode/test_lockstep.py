@@ -9,6 +9,7 @@ from compressor.decode.decoder import Decoder
 from compressor.decode.law import Law
 from compressor.decode.lockstep import LockStep
 from compressor.decode.runner import Runner
+from compressor.errors import CompressError, UsageError
 from compressor.train import answers
 
 PROMPTS = [[5, 9, 30, 4], [7], [250, 3, 3, 18, 77, 6, 12, 40, 41, 42], [99, 100]]
@@ -69,6 +70,30 @@ def test_an_answer_ends_with_its_stop_token_or_at_its_length(decoder):
     assert cut == [free[0][: free[0].index(stop) + 1]]
 
 
+def test_answers_that_all_end_at_once_do_not_end_the_writing(decoder):
+    found = answers.write(decoder, PROMPTS * 3, max_new_tokens=1, law=Law(0.0), seed=0, stops=(), rows=2)
+    assert found == [alone(decoder, prompt, 1) for prompt in PROMPTS * 3]
+
+
+def test_of_a_large_model_fewer_texts_are_written_at_a_time(decoder, monkeypatch):
+    made = []
+    original = LockStep.__init__
+
+    def init(self, decoder, rows, capacity):
+        made.append(rows)
+        original(self, decoder, rows, capacity)
+
+    monkeypatch.setattr(LockStep, "__init__", init)
+    monkeypatch.setattr(answers, "CACHE_BYTES", 2 * LockStep.row_bytes(decoder, 12) + 1)
+    answers.write(decoder, PROMPTS, max_new_tokens=2, law=Law(0.0), seed=0, stops=())
+    assert made == [2]
+
+
+def test_a_cache_beyond_memory_is_refused_in_one_line(decoder):
+    with pytest.raises(UsageError, match=r"a cache of 4 texts of 1000000000000000 tokens takes .* GiB"):
+        LockStep(decoder, 4, 10**15)
+
+
 def test_every_token_is_told(decoder):
     counted = []
     found = answers.write(
@@ -78,8 +103,6 @@ def test_every_token_is_told(decoder):
 
 
 def test_logits_that_are_no_numbers_are_refused():
-    from compressor.errors import CompressError
-
     broken = tiny.random_model("llama")
     broken.lm_head.weight[3] = torch.nan
     with pytest.raises(CompressError, match="NaN or infinity"):

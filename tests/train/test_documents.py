@@ -44,7 +44,7 @@ def test_a_users_file_gives_texts_and_conversations(decoder, tokenizer, tmp_path
 
 def test_too_few_prompts_to_hold_some_out_are_refused(decoder, tokenizer, tmp_path):
     (tmp_path / "p.jsonl").write_text('{"text": "only one line"}\n')
-    with pytest.raises(CompressError, match=r"p\.jsonl: 1 prompts .* give more, or set held_out lower"):
+    with pytest.raises(CompressError, match=r"p\.jsonl: 1 prompts .* give more or shorter ones, or set held_out"):
         prompts(decoder, tokenizer, tmp_path, prompts=str(tmp_path / "p.jsonl"))
 
 
@@ -108,6 +108,29 @@ def test_answers_are_written_once_part_by_part(decoder, tmp_path, monkeypatch):
     assert [document.tokens[:3] for document in first] == texts and {document.start for document in first} == {3}
     monkeypatch.setattr(answers, "write", None)
     assert documents.write(decoder, texts, spec, tmp_path, seed=0, ui=NullUI()) == first
+
+
+def test_answers_to_other_prompts_are_not_taken_for_these(decoder, tmp_path):
+    spec = Answers(count=5, held_out=1, max_new_tokens=2)
+    documents.write(decoder, [[5, 6, 7]], spec, tmp_path, seed=0, ui=NullUI())
+    with pytest.raises(CompressError, match=r"answers-0000\.safetensors: answers other prompts than these"):
+        documents.write(decoder, [[5, 6, 8]], spec, tmp_path, seed=0, ui=NullUI())
+
+
+def test_prompts_whose_answers_would_leave_the_context_are_left_out(decoder, tokenizer, tmp_path):
+    lines = [{"text": "a" * length} for length in (10, 100, 400, 505)]  # the context is 512
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    ids, source = prompts(
+        decoder, tokenizer, tmp_path, prompts=str(tmp_path / "p.jsonl"), max_new_tokens=100, held_out=1
+    )
+    assert sorted(map(len, ids)) == [10, 100, 400] and source["prompts_left_out"] == 1
+
+
+def test_damaged_turns_are_named(decoder, tokenizer, tmp_path, turns):
+    self_prompts.write(decoder, tokenizer, 2, tmp_path, seed=0, ui=NullUI())
+    (tmp_path / "turns-0000.json").write_text("")
+    with pytest.raises(CompressError, match=r"turns-0000\.json: damaged"):
+        self_prompts.write(decoder, tokenizer, 2, tmp_path, seed=0, ui=NullUI())
 
 
 def test_the_digest_is_of_tokens_and_of_where_answers_begin():

@@ -54,8 +54,8 @@ def without_time(history):
 
 def test_training_lowers_the_loss_and_counts_its_tokens(tmp_path):
     history = run(Toy(), tmp_path)
-    assert [entry["step"] for entry in history] == [3, 6, 9, 12]
-    assert history[-1]["loss"] < history[0]["loss"] / 2
+    assert [entry["step"] for entry in history] == [0, 3, 6, 9, 12]
+    assert history[0]["loss"] is None and history[-1]["loss"] < history[1]["loss"] / 2
     assert [entry["tokens"] for entry in history] == sorted(entry["tokens"] for entry in history)
 
 
@@ -69,6 +69,42 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_end(tmp_path, stop_at):
     history = run(resumed, tmp_path / "cut", resume=True)
     assert without_time(history) == without_time(expected)
     assert torch.equal(resumed.line.weight, whole.line.weight)
+
+
+def test_a_run_stopped_between_a_look_and_a_checkpoint_tells_the_same_losses(tmp_path):
+    uneven = Schedule(**{**vars(SCHEDULE), "evaluate_every": 3, "save_every": 2})
+    expected = run(Toy(), tmp_path / "whole", uneven)
+    with pytest.raises(KeyboardInterrupt):
+        run(Toy(6, KeyboardInterrupt()), tmp_path / "cut", uneven)
+    assert without_time(run(Toy(), tmp_path / "cut", uneven, resume=True)) == without_time(expected)
+
+
+def test_a_gradient_that_is_not_a_number_stops_before_the_weights_are_touched(tmp_path):
+    class Sharp(Toy):
+        """Its loss is finite at a point where its slope is not."""
+
+        def forward(self, documents, states):
+            loss, tally = super().forward(documents, states)
+            if torch.is_grad_enabled() and self.calls == 5:
+                loss = loss + (self.line.weight - self.line.weight.detach()).square().sum().sqrt()
+            return loss, tally
+
+    task = Sharp()
+    with pytest.raises(CompressError, match="the gradient is nan at step 5"):
+        run(task, tmp_path)
+    assert task.line.weight.isfinite().all()
+
+
+def test_what_was_best_before_training_is_kept(tmp_path):
+    class Worse(Toy):
+        def forward(self, documents, states):
+            loss, _ = super().forward(documents, states)
+            return loss, Tally(torch.tensor([1.0 / (1 + self.calls)]).double(), torch.ones(1).double())
+
+    task = Worse()
+    before = task.line.weight.clone()
+    run(task, tmp_path)
+    assert torch.equal(task.line.weight, before)
 
 
 def test_without_resume_the_checkpoint_is_not_taken_up(tmp_path):
@@ -100,7 +136,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(tmp_path, monkeypatch):
     saved = []
 
     def save(path, *rest):
-        if len(saved) == 4:
+        if len(saved) == 5:
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
         saved.append(path)
         return original(path, *rest)
@@ -129,7 +165,7 @@ def test_training_stops_when_held_out_acceptance_no_longer_rises(tmp_path):
 
     task = Worse()
     history = run(task, tmp_path, Schedule(**{**vars(SCHEDULE), "patience": 2}))
-    assert [entry["step"] for entry in history] == [3, 6, 9]
+    assert [entry["step"] for entry in history] == [0, 3, 6]
 
 
 def test_the_best_weights_are_kept_not_the_last(tmp_path):

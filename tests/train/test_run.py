@@ -82,7 +82,7 @@ def trained(target, tmp_path_factory):
 def test_training_ends_in_a_head_whose_passport_tells_what_it_learned_from(trained):
     passport = json.loads((trained / "out.json").read_text())["passport"]
     assert passport["training"]["documents"] == 40
-    assert [entry["step"] for entry in passport["training"]["history"]] == [10, 20, 30]
+    assert [entry["step"] for entry in passport["training"]["history"]] == [0, 10, 20, 30]
     assert passport["check"]["conditional"][0] > 0.25  # an untrained one: 0.005
     assert not (trained / "head.work").exists()
     assert {path.name for path in (trained / "head").iterdir()} == {
