@@ -16,7 +16,7 @@ from compressor.recipe import Recipe
 from compressor.train.passport import HeadPassport, files
 from compressor.ui import NullUI
 
-OPTIMIZATION = {"steps": 12, "rate": 0.02, "warmup": 2, "batch_tokens": 400, "evaluate_every": 6, "save_every": 6}
+OPTIMIZATION = {"steps": 60, "rate": 0.01, "warmup": 2, "batch_tokens": 400, "evaluate_every": 20, "save_every": 20}
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def source(folder):
 
 
 def recipe(folder, source, kind="eagle3", heal=True, **training):
-    answers = {"prompts": str(folder / "prompts.jsonl"), "count": 30, "max_new_tokens": 16, "held_out": 4}
+    answers = {"prompts": str(folder / "prompts.jsonl"), "count": 30, "max_new_tokens": 32, "held_out": 6}
     section = {"answers": answers, "optimization": OPTIMIZATION, **training}
     if kind == "eagle3":
         section = {"draft_vocab_size": 200, "aux": [0, 1], **section}

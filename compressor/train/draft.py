@@ -19,7 +19,7 @@ from compressor.errors import CompressError, UsageError, naming
 from compressor.train.batch import answered, padded
 from compressor.train.corpus import Document
 from compressor.train.loss import distill
-from compressor.train.tally import Tally, chains
+from compressor.train.tally import Tally, cycles
 
 
 def evenly(depth: int, layers: int) -> list[int]:
@@ -101,7 +101,7 @@ class DraftTask(nn.Module):
         )
         right = torch.zeros_like(counted)
         right[row, place] = hits[0]
-        return loss, chains(right.expand(self.steps, -1, -1), counted)
+        return loss, cycles(right.expand(self.steps, -1, -1), counted)
 
 
 def export_draft(model: Any, tokenizer_source: Path, folder: Path) -> None:

@@ -10,7 +10,7 @@ from compressor.train.batch import answered, padded
 from compressor.train.corpus import Document
 from compressor.train.eagle3 import Eagle3Head
 from compressor.train.loss import distill
-from compressor.train.tally import Tally, chains
+from compressor.train.tally import Tally, cycles
 
 
 class Eagle3Task(nn.Module):
@@ -61,4 +61,4 @@ class Eagle3Task(nn.Module):
         )
         right = counted.new_zeros((steps, *counted.shape))
         right[:, row, place] = hits
-        return loss, chains(right, counted)
+        return loss, cycles(right, counted)

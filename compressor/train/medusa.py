@@ -19,7 +19,7 @@ from compressor.errors import UsageError, naming
 from compressor.train.batch import answered, padded
 from compressor.train.corpus import Document
 from compressor.train.loss import distill
-from compressor.train.tally import Tally, chains
+from compressor.train.tally import Tally, cycles
 
 
 class ResidualBlock(nn.Module):
@@ -126,7 +126,7 @@ class MedusaTask(nn.Module):
             total = total + loss
             for index, hit in zip(members, hits, strict=True):
                 right[index, row, place] = hit
-        return total, chains(right, counted)
+        return total, cycles(right, counted)
 
 
 def export_medusa(heads: MedusaHeads, folder: Path) -> None:

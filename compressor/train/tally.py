@@ -1,4 +1,4 @@
-"""How often a proposer in training foresees the target, position by position."""
+"""How often a proposer in training foresees the target: what a runner would count on the same greedy texts."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass
 class Tally:
-    """Of roots, by step: how many were `reached` (every earlier step was right), and how many were right then."""
+    """Of drafts, by position: how many `reached` it (every token before was right), and how many were right then."""
 
     hits: Tensor
     reached: Tensor
@@ -23,18 +23,26 @@ class Tally:
 
     @property
     def tau(self) -> float:
-        """Expected tokens a cycle if every root were as likely as any other."""
-        return 1 + float((self.hits / self.reached.clamp(min=1)).cumprod(0).sum())
+        """Tokens a cycle, of cycles with a draft."""
+        return 1 + float(self.hits.sum() / self.reached[0].clamp(min=1))
 
 
-def chains(right: Tensor, counted: Tensor) -> Tally:
-    """The tally of chains that begin at any token and go on to those behind it.
+def cycles(right: Tensor, counted: Tensor) -> Tally:
+    """The cycles of a runner that writes the answers: each draft begins behind the token with which the one before
+    ended, the first behind the answer's first token, which is the target's own.
 
-    right: bool [S, B, L], whether step s of a chain foresees a token; counted: bool [B, L], the tokens that may be part
-    of a chain.
+    right: bool [S, B, L], whether position s of a draft foresees a token; counted: bool [B, L], the tokens of answers,
+    one run a row.
     """
-    places = torch.stack([F.pad(counted, (0, step))[:, step:] for step in range(len(right))])  # by a chain's first one
-    hits = torch.stack([F.pad(board, (0, step))[:, step:] for step, board in enumerate(right)])
-    alive = (hits & places).cumprod(0).bool()
-    reached = places & torch.cat([places[:1], alive[:-1]])
-    return Tally(alive.sum((1, 2)).double(), reached.sum((1, 2)).double())
+    hits = torch.stack([F.pad(board & counted, (0, step))[:, step:] for step, board in enumerate(right)])
+    accepted = hits.cumprod(0).sum(0).tolist()  # of a draft that begins with this token
+    found = Tally(*(torch.zeros(len(right), dtype=torch.float64) for _ in range(2)))
+    for row, inside in zip(accepted, counted, strict=True):
+        places = inside.nonzero()[:, 0].tolist()
+        end = places[-1] + 1 if places else 0
+        place = places[0] + 1 if places else 0
+        while place < end:
+            found.hits[: row[place]] += 1
+            found.reached[: min(row[place] + 1, end - place)] += 1
+            place += row[place] + 1
+    return found

@@ -106,10 +106,11 @@ def test_loss_and_tally_are_those_of_plain_loops(decoder):
             tokens, width = document.tokens, decoder.config.hidden_size
             target_logits = state[:, -width:] @ task.teacher_head.T
             count += len(tokens) - document.start
+            following_draft = document.start + 1  # where the next draft begins: the first token is the target's own
             for root in range(len(tokens) - 2):
                 following = torch.tensor([[*tokens[1 : root + 1 + STEPS], *[0] * STEPS]])
                 draft = head(state[None, : root + 1, :-width], following, STEPS)
-                alive = True
+                drafts = alive = root + 2 == following_draft
                 for step in range(STEPS):
                     place = root + 2 + step
                     if not document.start <= place < len(tokens):
@@ -124,6 +125,8 @@ def test_loss_and_tally_are_those_of_plain_loops(decoder):
                         reached[step] += 1
                         alive = bool(logits.argmax() == label)
                         hits[step] += alive
+                        following_draft += alive
+                following_draft += drafts
     loss, tally = task(documents, found)
     assert float(loss.detach()) == pytest.approx(total / count, rel=1e-4)
     assert tally.reached.tolist() == reached and tally.hits.tolist() == hits

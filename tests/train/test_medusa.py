@@ -91,12 +91,16 @@ def by_hand(heads, teacher_head, documents, states, decay, shift=0):
                 if tokens[place] in heads.target_ids:
                     found = logits(heads, state[place - 2 - index], index).log_softmax(-1)
                     losses.append(-(decay**index) * float((wanted * found).sum()))
-        for root in range(first - 2, len(tokens)):
-            for index, token in enumerate(tokens[root + 2 : root + 2 + COUNT]):
+        place = first + 1  # a runner's first token is the target's own, and so is the one after every draft
+        while place < len(tokens):
+            start = place
+            for index, token in enumerate(tokens[start : start + COUNT]):
                 reached[index] += 1
-                if foreseen(heads, state[root], index) != token:
+                if foreseen(heads, state[start - 2], index) != token:
                     break
                 hits[index] += 1
+                place += 1
+            place += 1
     return sum(losses) / count, hits, reached
 
 
