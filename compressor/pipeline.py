@@ -1,4 +1,4 @@
-"""The main job, stage by stage: source → calibration → baseline → quantize → measure → bundle."""
+"""The main job, stage by stage: source → calibration → proposer → baseline → quantize → measure → bundle."""
 
 import os
 import re
@@ -32,7 +32,7 @@ from compressor.job import Job
 from compressor.measure import quality
 from compressor.models.skeleton import model_config
 from compressor.models.stream import BlockStream
-from compressor.preflight import check_source, probe_output, staging_folder
+from compressor.preflight import check_source, refuse_existing, resolve_source, staging_folder
 from compressor.recipe import Recipe
 from compressor.ui import UI
 
@@ -104,23 +104,10 @@ def run(
     after an interruption `resume` continues it. Raises CompressError or UsageError with a one-line message.
     """
     out, work = Path(out), Path(work)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UsageError(f"{out}: exists already; choose another --out or remove it")
-    if recipe.run.threads:
-        torch.set_num_threads(recipe.run.threads)
-    probe_output(out)
+    refuse_existing(out)
     fmt = formats.get(recipe.quantization.format)
     private_key, public_key = signing.resolve_keys(recipe.bundle.private_key)
-    ui.stage("source")
-    resolved = source.resolve(
-        recipe.source.uri,
-        revision=recipe.source.revision,
-        sha256=recipe.source.sha256,
-        dtype=recipe.source.dtype,
-        offline=offline,
-        progress=ui.note,
-    )
-    state = Run(recipe, ui, resolved, fmt)
+    state = Run(recipe, ui, resolve_source(recipe, ui, offline=offline), fmt)
     check_source(state)
     state.job = job = Job(work, recipe, record.environment(), resume=resume)
     try:

@@ -15,7 +15,7 @@ from compressor.checkpoint.inventory import Inventory, TensorInfo
 from compressor.checkpoint.reader import INDEX_NAME
 from compressor.errors import CompressError
 from compressor.models import skeleton
-from compressor.plan_costs import Group, Job, Stage
+from compressor.plan_base import Group, Job, Stage
 from compressor.preflight import check_ignore
 from compressor.recipe import Recipe
 

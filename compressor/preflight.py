@@ -1,4 +1,4 @@
-"""What is refused before any work is done: a place that cannot be written, a source that could not be finished."""
+"""How a job begins: what is refused before any work is done, and the source brought to this machine."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from compressor.checkpoint import source
 from compressor.errors import CompressError, UsageError, brief
 from compressor.evals import prompts as evaluation_prompts
 from compressor.models import skeleton
@@ -18,7 +21,8 @@ if TYPE_CHECKING:
     from compressor.checkpoint.inventory import Inventory
     from compressor.models import Family
     from compressor.pipeline import Run
-    from compressor.recipe import Quantization
+    from compressor.recipe import Quantization, Recipe
+    from compressor.ui import UI
 
 
 def staging_folder(out: Path) -> Path:
@@ -35,6 +39,29 @@ def probe_output(out: Path) -> None:
         staging.rmdir()
     except OSError as error:
         raise UsageError(f"--out {out}: cannot be written ({error.strerror}); choose another folder") from None
+
+
+def refuse_existing(out: Path) -> None:
+    """Raise UsageError for a result that is there already, or that could not be written."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UsageError(f"{out}: exists already; choose another --out or remove it")
+    probe_output(out)
+
+
+def resolve_source(recipe: Recipe, ui: UI, *, offline: bool) -> source.ResolvedSource:
+    """The recipe's checkpoint on this machine, and torch on as many threads as the recipe says. Errors as
+    `source.resolve`."""
+    if recipe.run.threads:
+        torch.set_num_threads(recipe.run.threads)
+    ui.stage("source")
+    return source.resolve(
+        recipe.source.uri,
+        revision=recipe.source.revision,
+        sha256=recipe.source.sha256,
+        dtype=recipe.source.dtype,
+        offline=offline,
+        progress=ui.note,
+    )
 
 
 def check_ignore(settings: Quantization, family: Family, config: Any, inventory: Inventory) -> None:

@@ -7,9 +7,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from compressor import plan, plan_costs
+from compressor import plan, plan_costs, plan_training
 from compressor.errors import CompressError, UsageError
-from compressor.plan_costs import Machine
+from compressor.plan_base import Job, Machine
 from compressor.recipe import Recipe
 
 HIDDEN, INTERMEDIATE, LAYERS, VOCABULARY = 64, 128, 2, 96
@@ -155,18 +155,15 @@ def test_a_model_known_by_its_config_alone_gets_the_same_linears(model):
     assert not any("lm_head" in name for name in derived.tensors)
 
 
+ROWS = ["calibration rows", "evaluation rows"]
+QUANTIZING = ["baseline acceptance", "quantize", "quality", "quantized acceptance"]
+
+
 def test_stages_follow_the_recipe(model):
     def names(**sections):
         return [stage.name for stage in plan.make(recipe(model, **sections)).stages]
 
-    assert names() == [
-        "calibration rows",
-        "evaluation rows",
-        "baseline acceptance",
-        "quantize",
-        "quality",
-        "quantized acceptance",
-    ]
+    assert names() == [*ROWS, *QUANTIZING]
     bare = {"measure": {"quality": {"kind": "none"}}, "proposer": {"kind": "none"}}
     assert names(quantization={"method": "rtn", "scale_search": "none"}, **bare) == ["quantize"]
     assert names(quantization={"method": "rtn"}, **bare) == ["calibration rows", "quantize"]  # the search uses data
@@ -193,16 +190,7 @@ HEALING = [*(f"{name} (healing)" for name in TRAINING), "healed acceptance"]
 )
 def test_training_and_healing_are_stages_where_the_recipe_asks_for_them(model, proposer, training, healing):
     made = plan.make(recipe(model, proposer=proposer))
-    assert [stage.name for stage in made.stages] == [
-        "calibration rows",
-        "evaluation rows",
-        *training,
-        "baseline acceptance",
-        "quantize",
-        "quality",
-        "quantized acceptance",
-        *healing,
-    ]
+    assert [stage.name for stage in made.stages] == [*ROWS, *training, *QUANTIZING, *healing]
     assert all(stage.seconds > 0 for stage in made.stages)
 
 
@@ -239,7 +227,7 @@ def test_time_of_a_training_follows_its_documents_and_its_steps(model):
 
 def test_the_speeds_of_a_training_are_those_that_were_measured():
     hidden, layers = 576, 30
-    job = plan_costs.Job(
+    job = Job(
         recipe=recipe("x", proposer={"kind": "eagle3", "training": {"answers": {"self_written": 0.0}}}),
         groups=[],
         layers=layers,
@@ -255,7 +243,7 @@ def test_the_speeds_of_a_training_are_those_that_were_measured():
         itemsize=2,
         calibration_tokens=0,
     )
-    found = plan_costs.stages(job, replace(MACHINE, bf16_flops=plan_costs.REFERENCE_FLOPS))
+    found = plan_costs.stages(job, replace(MACHINE, bf16_flops=plan_training.REFERENCE_FLOPS))
     seconds = {stage.name: stage.seconds for stage in found}
     assert seconds["prompts and answers"] == pytest.approx(12_000 * (0.9 * 128 / 700 + 75 / 2000))
     assert seconds["hidden states"] == pytest.approx(12_000 * (75 + 0.9 * 128) / 2000)

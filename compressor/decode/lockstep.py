@@ -1,14 +1,14 @@
 """Many texts decoded one token each at a time, for writing much text; the runner's ragged batch is for serving it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compressor.decode.cache import SequenceCache
-from compressor.decode.decoder import CHUNK, FINAL, Decoder, Feed
+from compressor.decode.decoder import FINAL, Decoder
 from compressor.decode.layers import Attention
+from compressor.decode.reading import batches_of, pieces
 from compressor.errors import UsageError
 
 READ_TOKENS = 2048
@@ -49,28 +49,17 @@ class LockStep:
     @torch.inference_mode()
     def admit(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> Tensor:
         """Read `prompts` into `rows`, in place of what they held; logits [len(rows), V] after each."""
-        logits = []
-        for batch in _batches([len(prompt) for prompt in prompts]):
+        logits: dict[int, Tensor] = {}
+        for batch in batches_of([len(prompt) for prompt in prompts], READ_TOKENS):
             caches = [self.decoder.cache(len(prompts[i])) for i in batch]
-            logits.append(self._read([prompts[i] for i in batch], caches))
+            for number, out in pieces(self.decoder, [prompts[i] for i in batch], caches):
+                logits[batch[number]] = out.logits
             for i, cache in zip(batch, caches, strict=True):
                 for index in range(len(self.keys)):
                     self.keys[index][rows[i], :, : cache.length] = cache.keys[index]
                     self.values[index][rows[i], :, : cache.length] = cache.values[index]
                 self.lengths[rows[i]] = cache.length
-        return torch.cat(logits)
-
-    def _read(self, prompts: Sequence[Sequence[int]], caches: list[SequenceCache]) -> Tensor:
-        """Logits [len(prompts), V] after each prompt, which its cache then holds."""
-        after: list[Tensor | None] = [None] * len(prompts)
-        for start in range(0, max(map(len, prompts)), CHUNK):
-            reading = [i for i, prompt in enumerate(prompts) if len(prompt) > start]
-            pieces = [prompts[i][start : start + CHUNK] for i in reading]
-            passes = self.decoder.forward([Feed(piece, caches[i]) for i, piece in zip(reading, pieces, strict=True)])
-            for i, piece, out in zip(reading, pieces, passes, strict=True):
-                caches[i].keep(len(piece))
-                after[i] = out.logits
-        return torch.cat([logits for logits in after if logits is not None])
+        return torch.cat([logits[i] for i in range(len(prompts))])
 
     @torch.inference_mode()
     def step(self, tokens: Tensor) -> Tensor:
@@ -102,14 +91,3 @@ class LockStep:
         states = self.decoder.states(tokens, self.lengths, mix)
         self.lengths += 1
         return self.decoder.logits(states[FINAL])
-
-
-def _batches(lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Indices in order, in batches of at most `READ_TOKENS` tokens or one text."""
-    batch: list[int] = []
-    for index, length in enumerate(lengths):
-        if batch and sum(lengths[i] for i in batch) + length > READ_TOKENS:
-            yield batch
-            batch = []
-        batch.append(index)
-    yield batch

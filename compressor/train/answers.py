@@ -35,51 +35,74 @@ def write(
     depend on which others are written beside it, but for the rounding of sums. Raises CompressError for logits that
     are no distribution.
     """
-    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))  # rows of one length waste no attention
-    waiting = iter(order)
-    capacity = max(map(len, prompts), default=0) + max_new_tokens
-    rows = min(rows, len(prompts), max(1, CACHE_BYTES // LockStep.row_bytes(decoder, capacity)))
-    table = LockStep(decoder, rows, capacity)
-    answers: list[list[int]] = [[] for _ in prompts]
-    occupant: list[int | None] = [None] * rows
-    generators: dict[int, torch.Generator] = {}
-    tokens = torch.zeros(rows, dtype=torch.long, device=decoder.device)
+    return _Writing(decoder, prompts, max_new_tokens, law, seed, stops, rows, advance).run()
 
-    def admit() -> bool:
+
+class _Writing:
+    """Rows of the table, each with the prompt it answers (its index) or None."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        law: Law,
+        seed: int | str,
+        stops: Collection[int],
+        rows: int,
+        advance: Callable[[int], None],
+    ) -> None:
+        self.prompts, self.max_new_tokens, self.law, self.seed = prompts, max_new_tokens, law, seed
+        self.stops, self.advance = stops, advance
+        order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))  # rows of one length waste no attention
+        self.waiting = iter(order)
+        capacity = max(map(len, prompts), default=0) + max_new_tokens
+        rows = min(rows, len(prompts), max(1, CACHE_BYTES // LockStep.row_bytes(decoder, capacity)))
+        self.table = LockStep(decoder, rows, capacity)
+        self.answers: list[list[int]] = [[] for _ in prompts]
+        self.occupant: list[int | None] = [None] * rows
+        self.generators: dict[int, torch.Generator] = {}
+        self.tokens = torch.zeros(rows, dtype=torch.long, device=decoder.device)
+
+    def run(self) -> list[list[int]]:
+        while self._admit() or self._busy():
+            taken = self._busy()
+            if taken:  # a first token may end every answer
+                logits = self.table.step(self.tokens)
+                self._take(taken, logits if len(taken) == len(self.occupant) else logits[taken])
+        return self.answers
+
+    def _busy(self) -> list[int]:
+        return [row for row, prompt in enumerate(self.occupant) if prompt is not None]
+
+    def _admit(self) -> bool:
         """Read prompts into free rows; whether any was."""
-        free = [row for row in range(rows) if occupant[row] is None]
-        if len(free) < max(1, rows // 8):  # few prompts at a time are read slowly
+        free = [row for row, prompt in enumerate(self.occupant) if prompt is None]
+        if len(free) < max(1, len(self.occupant) // 8):  # few prompts at a time are read slowly
             return False
-        new = [(row, prompt) for row, prompt in zip(free, waiting, strict=False)]
+        new = list(zip(free, self.waiting, strict=False))
         if not new:
             return False
         for row, prompt in new:
-            occupant[row] = prompt
-            generators[prompt] = torch.Generator().manual_seed(random.Random(f"{seed}/{prompt}").getrandbits(63))
+            self.occupant[row] = prompt
+            own = random.Random(f"{self.seed}/{prompt}").getrandbits(63)
+            self.generators[prompt] = torch.Generator().manual_seed(own)
         taken = [row for row, _ in new]
-        take(taken, table.admit(taken, [prompts[prompt] for _, prompt in new]))
+        self._take(taken, self.table.admit(taken, [self.prompts[prompt] for _, prompt in new]))
         return True
 
-    def take(taken: list[int], logits: Tensor) -> None:
+    def _take(self, taken: list[int], logits: Tensor) -> None:
         """Choose a token for each of the rows and note it; rows whose answer is complete become free."""
-        busy = [occupant[row] for row in taken]
-        chosen = _choose(logits, law, [generators[prompt] for prompt in busy if prompt is not None])
-        tokens[taken] = chosen
+        busy = [prompt for prompt in (self.occupant[row] for row in taken) if prompt is not None]
+        chosen = _choose(logits, self.law, [self.generators[prompt] for prompt in busy])
+        self.tokens[taken] = chosen
         for row, prompt, token in zip(taken, busy, chosen.tolist(), strict=True):
-            assert prompt is not None
-            answers[prompt].append(token)
-            if token in stops or len(answers[prompt]) == max_new_tokens:
-                occupant[row] = None
-                table.lengths[row] = 0
-                del generators[prompt]
-        advance(len(taken))
-
-    while admit() or any(prompt is not None for prompt in occupant):
-        taken = [row for row in range(rows) if occupant[row] is not None]
-        if taken:  # a first token may end every answer
-            logits = table.step(tokens)
-            take(taken, logits if len(taken) == rows else logits[taken])
-    return answers
+            self.answers[prompt].append(token)
+            if token in self.stops or len(self.answers[prompt]) == self.max_new_tokens:
+                self.occupant[row] = None
+                self.table.lengths[row] = 0
+                del self.generators[prompt]
+        self.advance(len(taken))
 
 
 def _choose(logits: Tensor, law: Law, generators: list[torch.Generator]) -> Tensor:

@@ -73,11 +73,10 @@ def train(
 ) -> list[dict[str, Any]]:
     """Train the parameters of `task` that require a gradient and leave the best state, by held-out tau, in them.
 
-    `task(documents, states)` gives the loss and a `Tally`. `folder` keeps the last and the best checkpoint.
-    Returns the history: one entry a look at the held-out documents, {step, tokens, loss, conditional, tau, seconds},
-    where `tokens` counts those trained on so far, with repetitions; the first is from before the first step and has no
-    loss (None). With accelerate's launcher every process
-    takes its share of the batches.
+    `task(documents, states)` gives the loss and a `Tally`. `folder` keeps the last and the best checkpoint. Returns the
+    history: one entry a look at the held-out documents, {step, tokens, loss, conditional, tau, seconds}, where `tokens`
+    counts those trained on so far, with repetitions; the first is from before the first step and has no loss (None).
+    Called by every process of accelerate's launcher, each takes its share of the batches.
 
     Raises CompressError for a loss or a gradient that is not finite, OSError for a disk that is full; the last
     checkpoint then stands.

@@ -9,12 +9,11 @@ from typing import Any
 import torch
 
 from compressor import record
-from compressor.checkpoint import source
 from compressor.checkpoint.tokenizer import load_tokenizer
 from compressor.decode import engine
 from compressor.errors import CompressError, UsageError, naming
 from compressor.job import Job
-from compressor.preflight import probe_output, staging_folder
+from compressor.preflight import refuse_existing, resolve_source, staging_folder
 from compressor.recipe import Recipe
 from compressor.recipe_training import Heal
 from compressor.train import export, head, passport
@@ -36,18 +35,8 @@ def train(
     kind = recipe.proposer.kind
     if spec is None:
         raise UsageError("proposer.training: missing, and nothing else is trained; add the section")
-    _refuse_existing(out)
-    if recipe.run.threads:
-        torch.set_num_threads(recipe.run.threads)
-    ui.stage("source")
-    resolved = source.resolve(
-        recipe.source.uri,
-        revision=recipe.source.revision,
-        sha256=recipe.source.sha256,
-        dtype=recipe.source.dtype,
-        offline=offline,
-        progress=ui.note,
-    )
+    refuse_existing(out)
+    resolved = resolve_source(recipe, ui, offline=offline)
     decoder = engine.decoder(resolved.folder, dtype=getattr(torch, recipe.source.dtype))
     job = Job(work, recipe, record.environment(), resume=resume)
     try:
@@ -58,14 +47,7 @@ def train(
         tokenizer = load_tokenizer(resolved.folder)
         place = Workplace(decoder, resolved.folder, tokenizer, job.work, recipe.run.seed, ui, resume)
         trained = head.make(place, kind, spec)
-        found = _export(
-            trained,
-            place,
-            out,
-            kind=kind,
-            target=target,
-            recipe=recipe.to_dict(),
-        )
+        found = _export(trained, place, out, kind=kind, target=target, recipe=recipe.to_dict())
     finally:
         job.close()
     shutil.rmtree(work)
@@ -79,7 +61,7 @@ def heal(
 
     Raises UsageError for an `out` that is there already and for a `work` that holds something else.
     """
-    _refuse_existing(out)
+    refuse_existing(out)
     decoder = engine.decoder(target)
     module = export.load(old, decoder)
     settings = {"heal": spec.model_dump(mode="json"), "seed": seed}
@@ -102,12 +84,6 @@ def _export(trained: Trained, place: Workplace, out: Path, **described: Any) -> 
         out.rmdir()  # empty: checked before the run began
     os.replace(staging, out)
     return found
-
-
-def _refuse_existing(out: Path) -> None:
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UsageError(f"{out}: exists already; choose another --out or remove it")
-    probe_output(out)
 
 
 def _open(work: Path, settings: dict[str, Any], resume: bool) -> None:

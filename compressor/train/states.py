@@ -1,6 +1,6 @@
 """The target's hidden states on documents, kept in bfloat16 shards on disk or read anew."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from compressor.checkpoint import writer
-from compressor.decode.decoder import CHUNK, FINAL, Decoder, Feed
+from compressor.decode.decoder import FINAL, Decoder
+from compressor.decode.reading import batches_of, pieces
 from compressor.errors import CompressError
 from compressor.ui import UI
 
@@ -22,16 +23,12 @@ READ_TOKENS = 4096
 
 def read(decoder: Decoder, texts: Sequence[Sequence[int]], aux: Sequence[int]) -> list[Tensor]:
     """The states [n, (len(aux) + 1) · hidden] of each text: those of `aux` side by side, then the one after the final
-    norm. Texts are read together without padding, in pieces of `CHUNK` tokens."""
+    norm. Texts are read together without padding."""
     caches = [decoder.cache(len(text)) for text in texts]
     found: list[list[Tensor]] = [[] for _ in texts]
-    for start in range(0, max(map(len, texts), default=0), CHUNK):
-        reading = [i for i, text in enumerate(texts) if len(text) > start]
-        feeds = [Feed(texts[i][start : start + CHUNK], caches[i]) for i in reading]
-        for i, feed, out in zip(reading, feeds, decoder.forward(feeds, (*aux, FINAL)), strict=True):
-            caches[i].keep(len(feed.tokens))
-            assert out.features is not None
-            found[i].append(out.features)
+    for i, out in pieces(decoder, texts, caches, (*aux, FINAL)):
+        assert out.features is not None
+        found[i].append(out.features)
     return [torch.cat(parts) for parts in found]
 
 
@@ -98,15 +95,3 @@ class StateCache:
 
     def _file(self, shard: int) -> Path:
         return self.folder / f"states-{shard:05}.safetensors"
-
-
-def batches_of(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
-    """Indices in order, in batches of at most `tokens` tokens or one text."""
-    batch: list[int] = []
-    for index, length in enumerate(lengths):
-        if batch and sum(lengths[i] for i in batch) + length > tokens:
-            yield batch
-            batch = []
-        batch.append(index)
-    if batch:
-        yield batch

@@ -4,7 +4,7 @@ import pytest
 import tiny_models as tiny
 import torch
 
-from compressor.decode import lockstep
+from compressor.decode import lockstep, reading
 from compressor.decode.decoder import Decoder
 from compressor.decode.law import Law
 from compressor.decode.lockstep import LockStep
@@ -35,7 +35,7 @@ def test_greedy_answers_are_those_of_the_runner_whoever_writes_beside(decoder, r
 
 def test_prompts_longer_than_one_pass_are_read_in_pieces(decoder, monkeypatch):
     expected = answers.write(decoder, PROMPTS, max_new_tokens=4, law=Law(0.0), seed=0, stops=())
-    monkeypatch.setattr(lockstep, "CHUNK", 3)
+    monkeypatch.setattr(reading, "CHUNK", 3)
     monkeypatch.setattr(lockstep, "READ_TOKENS", 12)
     assert answers.write(decoder, PROMPTS, max_new_tokens=4, law=Law(0.0), seed=0, stops=()) == expected
 

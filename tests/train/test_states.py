@@ -8,6 +8,7 @@ import tiny_models as tiny
 import torch
 
 from compressor.checkpoint import writer
+from compressor.decode import reading
 from compressor.decode.decoder import Decoder
 from compressor.errors import CompressError
 from compressor.train import corpus, states
@@ -53,7 +54,7 @@ def test_texts_read_together_are_read_as_if_alone(model):
 def test_a_text_longer_than_one_pass_is_read_in_pieces(model, monkeypatch):
     decoder, texts = Decoder(model), texts_of(37, 9)
     whole = states.read(decoder, texts, (1,))
-    monkeypatch.setattr(states, "CHUNK", 8)
+    monkeypatch.setattr(reading, "CHUNK", 8)
     for one, other in zip(whole, states.read(decoder, texts, (1,)), strict=True):
         assert torch.allclose(one, other, atol=1e-5)
 
