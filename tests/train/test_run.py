@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from compressor import cli
-from compressor.train import check, states
+from compressor.train import check, export, states
 from compressor.train.passport import files
 
 SMALL = {
@@ -198,3 +198,41 @@ def test_a_recipe_without_training_trains_nothing(tmp_path):
     path.write_text("name: x\nsource: {uri: /nowhere}\n")
     code, output = compress("train", path, "--out", tmp_path / "head")
     assert code == 2 and "proposer.training: missing" in output
+
+
+def test_a_source_that_changed_meanwhile_is_not_resumed(target, tmp_path, monkeypatch):
+    source = shutil.copytree(target, tmp_path / "source")
+    recipe = write_recipe(tmp_path, source)
+    with monkeypatch.context() as patch:
+        patch.setattr("compressor.train.head.train", interrupted)
+        assert compress("train", recipe, "--out", tmp_path / "head")[0] == 130
+    other = tiny.save(tmp_path / "other", seed=1)
+    for file in other.glob("*.safetensors"):
+        shutil.copyfile(file, source / file.name)
+    code, output = compress("train", recipe, "--out", tmp_path / "head", "--resume")
+    assert code == 2 and "the source's files changed since it started" in output
+
+
+def test_a_head_that_is_exported_wrongly_is_refused_and_the_work_is_kept(target, tmp_path, monkeypatch):
+    original = export.write
+
+    def write(head, folder):
+        original(head, folder)
+        tensors = load_file(folder / "model.safetensors")
+        tensors["lm_head.weight"] = tensors["lm_head.weight"].roll(1, 0)
+        save_file(tensors, folder / "model.safetensors")
+
+    monkeypatch.setattr(export, "write", write)
+    code, output = compress("train", write_recipe(tmp_path, target), "--out", tmp_path / "head")
+    assert code == 1 and "is the least to expect" in output
+    assert not (tmp_path / "head").exists() and (tmp_path / "head.work" / "training" / "last.safetensors").exists()
+
+
+def test_a_file_that_is_not_the_passports_is_named(target, trained, tmp_path):
+    head = shutil.copytree(trained / "head", tmp_path / "head")
+    (head / "config.json").write_text((head / "config.json").read_text() + "\n")
+    code, output = compress("check-head", target, head)
+    assert code == 1 and "config.json: is not the file that the passport describes" in output
+    (head / "config.json").unlink()
+    code, output = compress("check-head", target, head)
+    assert code == 1 and "config.json: is missing" in output
