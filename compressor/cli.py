@@ -177,6 +177,7 @@ app.command()(cli_decode.serve)
 app.command()(cli_train.train)
 app.command()(cli_train.heal)
 app.command("check-head")(cli_train.check_head)
+app.command("lower-head")(cli_train.lower_head)
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""The commands about proposer heads: `compress train`, `compress heal` and `compress check-head`."""
+"""The commands about proposer heads: `compress train`, `heal`, `lower-head` and `check-head`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from compressor.cli_output import Json, Output
+from compressor.recipe_training import LOWER
 
 RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE.yaml", help="The recipe.", show_default=False)]
 Overrides = Annotated[
@@ -76,6 +77,32 @@ def heal(
     passport = run.heal(target, head, out, work or _work(out), spec, RichUI(), seed=seed, resume=resume)
     output.result({"head": str(out), "passport": passport.model_dump(mode="json")})
     output.line(_summary(out, passport.check.conditional, passport.check.tau))
+
+
+def lower_head(
+    target: Target,
+    head: Head,
+    precision: Annotated[str, typer.Option(help=f"One of {', '.join(LOWER)}.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="Folder of the head in that precision.", show_default=False)],
+    max_loss: Annotated[
+        float | None,
+        typer.Option(min=0.0, max=0.99, help="Share of accepted tokens it may lose.  [default: 0.05; 4 bits need it]"),
+    ] = None,
+    json_file: Json = None,
+) -> None:
+    """Round an EAGLE-3 head's linears to fewer bits and measure on a target what that costs; exits 1 where it costs
+    more than --max-loss."""
+    from compressor.errors import UsageError
+    from compressor.train import run
+    from compressor.ui import RichUI
+
+    if precision not in LOWER:
+        raise UsageError(f"--precision: {precision!r} is not one of {', '.join(LOWER)}")
+    output = Output(json_file)
+    found = run.lower(target, head, out, precision, max_loss, RichUI())
+    output.result({"head": str(out), **found})
+    for place, key in ((head, "before"), (out, "after")):
+        output.line(_summary(place, found[key]["conditional"], found[key]["tau"]))
 
 
 def check_head(target: Target, head: Head, json_file: Json = None) -> None:

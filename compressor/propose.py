@@ -16,9 +16,11 @@ from compressor.evals import prompts as evaluation_prompts
 from compressor.measure import acceptance
 from compressor.proposers import load
 from compressor.proposers.load import HEAD_FOLDER
-from compressor.train import export, head, passport
+from compressor.recipe_training import allowed_loss
+from compressor.train import export, head, passport, precision
 from compressor.train.finish import describe, finish
 from compressor.train.head import Workplace
+from compressor.train.passport import HeadPassport
 
 if TYPE_CHECKING:
     import torch
@@ -26,8 +28,8 @@ if TYPE_CHECKING:
     from compressor.pipeline import Run
     from compressor.recipe import Proposer
 
-TRAINED, HEALED = "head", "healed"
-"""Folders of heads in the work folder."""
+FOLDERS = {"propose": "head", "heal": "healed", "lower": "lowered"}
+"""Of heads in the work folder, by the stage that made them."""
 SUFFIXES = (".safetensors", ".json", ".yaml", ".svg", ".txt", ".model", ".jinja")
 """Of files that belong to a head or a draft model: weights, config, passport, recipe, curve, tokenizer."""
 
@@ -52,7 +54,7 @@ def train(state: Run) -> None:
     decoder = engine.decoder(state.source.folder, dtype=state.dtype)
     place = _workplace(state, decoder, state.source.folder, "training")
     trained = head.make(place, spec.kind, spec.training)
-    _keep(state, place, trained, "propose", TRAINED, state.source.uri)
+    _keep(state, place, trained, "propose", state.source.uri)
 
 
 def heal(state: Run, staging: Path) -> None:
@@ -66,17 +68,17 @@ def heal(state: Run, staging: Path) -> None:
     # Another seed than training's: its held-out documents are new to the head.
     place = _workplace(state, decoder, staging, "healing", seed=state.recipe.run.seed + 1)
     healed = head.heal(place, export.load(old, decoder), spec)
-    _keep(state, place, healed, "heal", HEALED, state.recipe.name, passport.files(old))
+    _keep(state, place, healed, "heal", state.recipe.name, passport.files(old))
 
 
-def folder(state: Run, *, healed: bool = False) -> Path | None:
-    """Where the proposer's files are; None for one that has none. Raises CompressError where they are no longer what
-    was recorded."""
+def folder(state: Run, stage: str = "propose") -> Path | None:
+    """Where the proposer's files are that `stage` made; None for one that has none. Raises CompressError where they are
+    no longer what was recorded."""
     spec = state.recipe.proposer
-    if not healed and spec.path is None and spec.training is None:
+    first = stage == "propose"
+    if first and spec.path is None and spec.training is None:
         return None
-    stage, name = ("heal", HEALED) if healed else ("propose", TRAINED)
-    place = Path(spec.path) if spec.path is not None and not healed else state.job.path(name)
+    place = Path(spec.path) if spec.path is not None and first else state.job.path(FOLDERS[stage])
     found = passport.files(place) if place.is_dir() else None
     if found != state.job.result(stage)["files"]:
         raise CompressError(f"{place}: missing or changed since it was recorded; remove the work folder and begin anew")
@@ -112,20 +114,46 @@ def measure(state: Run, model: torch.nn.Module, staging: Path) -> dict:
     entry = {"acceptance": acceptance_of(state, model, staging, "quantized", folder(state))}
     if state.recipe.proposer.heal is not None:
         heal(state, staging)
-        healed = folder(state, healed=True)
+        healed = folder(state, "heal")
         after = acceptance_of(state, model, staging, "quantized", healed)
         if after["tau"] > entry["acceptance"]["tau"]:
             entry = {"acceptance": {**after, "head": "healed"}, "before_healing": entry["acceptance"]}
         else:
             entry["healed_in_vain"] = {**after, "head": "healed"}
+    if state.recipe.proposer.precision != "bf16":
+        entry |= lower(state, model, staging, entry["acceptance"])
     return entry
+
+
+def lower(state: Run, model: torch.nn.Module, staging: Path, before: dict) -> dict:
+    """The head that reached `before` in the recipe's precision, and its acceptance. Raises CompressError where that is
+    more below than the recipe allows."""
+    spec, made = state.recipe.proposer, state.job.path(FOLDERS["lower"])
+    chosen = folder(state, _stage(before))
+    allowed = allowed_loss(spec.precision, spec.precision_loss)
+    assert chosen is not None and allowed is not None  # the recipe refuses it otherwise
+    shutil.rmtree(made, ignore_errors=True)
+    precision.lower(chosen, made, spec.precision)
+    after = acceptance_of(state, model, staging, "quantized", made)
+    precision.refuse_loss(chosen, spec.precision, before, after, allowed)
+    old = HeadPassport.load(chosen)
+    if old is not None:
+        passport.write_lowered(made, old, precision=spec.precision, allowed_loss=allowed, before=before, after=after)
+    state.job.finish("lower", {"files": passport.files(made)})
+    after |= {"precision": spec.precision} | {key: before[key] for key in ("head",) if key in before}
+    return {"acceptance": after, "before_lowering": before}
+
+
+def _stage(measured: dict) -> str:
+    """Which made the head that was measured."""
+    return "lower" if "precision" in measured else "heal" if measured.get("head") == "healed" else "propose"
 
 
 def put(state: Run, staging: Path) -> None:
     """Copy the head that was found better into the bundle."""
     if not in_bundle(state.recipe.proposer):
         return
-    chosen = folder(state, healed=state.job.result("measure")["acceptance"].get("head") == "healed")
+    chosen = folder(state, _stage(state.job.result("measure")["acceptance"]))
     assert chosen is not None  # these kinds have files
     target = staging / HEAD_FOLDER
     target.mkdir()
@@ -145,12 +173,11 @@ def _keep(
     place: Workplace,
     trained: head.Trained,
     stage: str,
-    name: str,
     target: str,
     healed_from: dict[str, str] | None = None,
 ) -> None:
     """Finish the proposer in the work folder and record it; what made it goes."""
-    kept = state.job.path(name)
+    kept = state.job.path(FOLDERS[stage])
     finish(
         trained,
         place,

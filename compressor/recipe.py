@@ -19,7 +19,7 @@ from pydantic_core import PydanticCustomError
 from compressor import recipe_text
 from compressor.errors import UsageError
 from compressor.recipe_base import Section, refuse
-from compressor.recipe_training import Heal, Training
+from compressor.recipe_training import Heal, Precision, Training, allowed_loss
 
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Glob = Annotated[str, Field(min_length=1)]
@@ -162,6 +162,16 @@ class Proposer(Section):
     path: str | None = Field(default=None, min_length=1, description="draft, medusa, eagle3: the folder.")
     training: Training | None = Field(default=None, description="draft, medusa, eagle3: train one, in place of path.")
     heal: Heal | None = Field(default=None, description="eagle3: fine-tune the head on the quantized target.")
+    precision: Precision = Field(
+        default="bf16", description="eagle3: format of the head's linears in the bundle, rounded to nearest."
+    )
+    precision_loss: float | None = Field(
+        default=None,
+        ge=0,
+        lt=1,
+        description="eagle3: share of the accepted tokens that precision may cost on the quantized target; more is an "
+        "error. null = 0.05 for 8 bits; 4 bits need it.",
+    )
     num_speculative_tokens: int = Field(
         default=3,
         ge=1,
@@ -198,6 +208,13 @@ class Proposer(Section):
             raise refuse(f"training.{unused}", getattr(self.training, unused), reason)
         if self.heal is not None and self.kind != "eagle3":
             raise refuse("heal", "…", f"kind {self.kind} is not healed; remove it")
+        if self.precision != "bf16" and self.kind != "eagle3":
+            raise refuse("precision", self.precision, f"kind {self.kind} keeps its own; remove it")
+        if self.precision == "bf16" and self.precision_loss is not None:
+            raise refuse("precision_loss", self.precision_loss, "precision bf16 costs nothing; remove it")
+        if allowed_loss(self.precision, self.precision_loss) is None:
+            reason = "a head in 4 bits can lose much; say in precision_loss which share of accepted tokens it may lose"
+            raise refuse("precision", self.precision, reason)
         if self.branching is not None and self.kind in ("ngram", "suffix", "none"):
             raise refuse("branching", self.branching, f"kind {self.kind} drafts no tree; remove it")
         return self

@@ -1,10 +1,22 @@
 """The sections of a recipe about training a proposer: documents, optimization, healing."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
 from compressor.recipe_base import Section, refuse
+
+Precision = Literal["bf16", "fp8", "int8", "int4-g32", "int4-g64", "int4-g128"]
+"""Of a head's linears: as trained, or rounded to nearest afterwards."""
+LOWER: tuple[str, ...] = get_args(Precision)[1:]
+USUAL_LOSS = 0.05
+"""Of the drafted tokens that are accepted, the share that 8 bits may cost where nothing else is said."""
+
+
+def allowed_loss(precision: str, stated: float | None) -> float | None:
+    """The share of accepted tokens that a `precision` may cost; None for 4 bits where none was `stated`: they can cost
+    such a small network more than their bytes are worth, so nobody takes them unawares."""
+    return USUAL_LOSS if stated is None and not precision.startswith("int4") else stated
 
 
 class Optimization(Section):

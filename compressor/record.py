@@ -149,7 +149,7 @@ def passport(state: Run, folder: Path) -> Passport:
                 {**row, "evidence": MEASURED}
                 for row in (
                     *(baseline.get("acceptance"), measured.get("acceptance")),
-                    *(measured.get("before_healing"), measured.get("healed_in_vain")),
+                    *(measured.get(name) for name in ("before_lowering", "before_healing", "healed_in_vain")),
                 )
                 if row is not None
             ],

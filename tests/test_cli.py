@@ -18,7 +18,7 @@ from compressor.errors import CompressError, UsageError
 
 REPOSITORY = Path(__file__).parents[1]
 COMMANDS = {
-    *("run", "plan", "schema", "inspect", "generate", "serve", "train", "heal", "check-head"),
+    *("run", "plan", "schema", "inspect", "generate", "serve", "train", "heal", "check-head", "lower-head"),
     *("verify", "sign", "report", "doctor"),
 }
 DIGEST = "0" * 64

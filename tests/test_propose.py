@@ -174,3 +174,30 @@ def test_states_that_the_target_lacks_are_refused_before_any_work(folder, source
     with pytest.raises(UsageError, match=r"training\.aux: \[0, 7\] must ascend and lie within 0 to 2"):
         run(folder, recipe(folder, source, aux=[0, 7]), "refused")
     assert not (folder / "refused").exists()
+
+
+def test_the_head_goes_into_the_bundle_in_the_precision_that_the_recipe_says(folder, source, head):
+    made = run(folder, given(folder, source, head, precision="int8", precision_loss=0.9), "int8")
+    rows = [row for row in made.passport.outcomes.acceptance if row.target == "quantized"]
+    assert [row.precision for row in rows] == ["int8", None]
+    stored = load_file(made.path / "proposer" / "model.safetensors")
+    assert stored["fc.weight"].dtype == torch.int8
+    lowering = HeadPassport.load(made.path / "proposer").lowering
+    assert (lowering.precision, lowering.allowed_loss) == ("int8", 0.9)
+    assert lowering.files == HeadPassport.load(head).files and lowering.before.tau == rows[1].tau
+    law = Law(temperature=0.0)
+    drafted = made.runner(proposer="eagle3", num_speculative_tokens=2).generate([5, 6, 7, 8], 8, law=law, seed=0)
+    assert drafted.token_ids == made.runner(proposer="none").generate([5, 6, 7, 8], 8, law=law, seed=0).token_ids
+
+
+def test_a_precision_that_costs_more_than_the_recipe_allows_stops_the_job(folder, source, head, monkeypatch):
+    real = propose.acceptance_of
+
+    def worse(state, model, place, target, proposer):
+        found = real(state, model, place, target, proposer)
+        return found | ({"tau": 1.0} if proposer.name == "lowered" else {"tau": 2.0})
+
+    monkeypatch.setattr(propose, "acceptance_of", worse)
+    with pytest.raises(CompressError, match=r"in fp8 it drafts 1\.000 tokens a cycle, 2\.000 in bf16"):
+        run(folder, given(folder, source, head, precision="fp8"), "too-low")
+    assert not (folder / "too-low").exists()

@@ -158,6 +158,8 @@ def test_defaults_are_the_documented_ones(write):
             "path": None,
             "training": None,
             "heal": None,
+            "precision": "bf16",
+            "precision_loss": None,
             "num_speculative_tokens": 3,
             "branching": None,
             "rule": "exact",
@@ -249,6 +251,11 @@ def test_diff_shows_keys_that_only_one_version_knows(write):
 
 def trained(settings, kind="eagle3"):
     return f"{BASE}proposer: {{kind: {kind}, training: {settings}}}\n"
+
+
+def test_a_head_in_4_bits_is_allowed_where_its_loss_is_stated(write):
+    text = "proposer: {kind: eagle3, path: h, precision: int4-g64, precision_loss: 0.2}\n"
+    assert Recipe.load(write(BASE + text)).proposer.precision_loss == 0.2
 
 
 def test_the_defaults_of_training_and_healing_are_the_documented_ones(write):
@@ -355,6 +362,10 @@ REFUSED = {
     "proposer:": "proposer: null is not allowed; must be a mapping",
     "proposer: {prompt_lookup_min: 5}": "prompt_lookup_max: 4 is not allowed: must be at least prompt_lookup_min (5)",
     "proposer: {kind: draft}": "proposer.path: missing; kind draft needs it",
+    "proposer: {precision: int8}": "proposer.precision: 'int8' is not allowed: kind ngram keeps its own; remove it",
+    "proposer: {kind: eagle3, path: h, precision_loss: 0.1}": "precision_loss: 0.1 is not allowed: precision bf16",
+    "proposer: {kind: eagle3, path: h, precision: int4-g64}": "'int4-g64' is not allowed: a head in 4 bits can lose",
+    "proposer: {kind: eagle3, path: h, precision: int3}": "precision: 'int3' is not allowed; must be one of bf16",
     "proposer: {path: head}": "/head' is not allowed: kind ngram does not use it; remove it",
     "proposer: {branching: [2, 1]}": "proposer.branching: [2, 1] is not allowed: kind ngram drafts no tree; remove it",
     **{

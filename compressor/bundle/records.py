@@ -215,6 +215,8 @@ class Acceptance(Record):
     target: Literal["baseline", "quantized"]
     head: Literal["healed"] | None = None
     """`healed`: the proposer's head as fine-tuned on the quantized target; null: as it was before, or no head."""
+    precision: str | None = None
+    """Format of the head's linears; null: as it was before, or no head."""
     k: PositiveInt
     """Proposed tokens a cycle."""
     conditional: list[Fraction | None]

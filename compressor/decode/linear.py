@@ -6,14 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compressor.kernels import bf16_cpu
+from compressor.kernels import bf16_cpu, int8_cpu
 
 
 class Linear:
     """x → the outputs of `modules` side by side.
 
     With `pack`, plain bfloat16 linears on the CPU become one weight in the CPU's own layout, and the modules' weights
-    are released; anything else (quantized layers, other dtypes, other devices) is called as it is.
+    are released; 8-bit ones become one layer; anything else (other formats, dtypes, devices) is called as it is.
     """
 
     def __init__(self, modules: Sequence[Any], *, pack: bool = False) -> None:
@@ -27,6 +27,9 @@ class Linear:
                 for module in modules:
                     module.weight = module.bias = None  # type: ignore[assignment]
                 self.modules = []
+        elif pack and all(type(module) is int8_cpu.Int8Linear for module in modules):
+            joined = int8_cpu.join(self.modules)
+            self.modules = self.modules if joined is None else [joined]
 
     def __call__(self, x: Tensor) -> Tensor:
         """[N, in] → [N, sum of out]."""

@@ -1,21 +1,29 @@
 """The `quantization_config` of config.json: what transformers and vLLM read to load a compressed-tensors checkpoint."""
 
 import re
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 from compressor.errors import CompressError, UsageError, brief
 from compressor.formats.base import Format
+from compressor.formats.channel import FORMATS as CHANNEL_FORMATS
+from compressor.formats.channel import Channel
 from compressor.formats.int4 import Int4
 from compressor.formats.mxfp4 import Mxfp4
 from compressor.formats.nvfp4 import Nvfp4
 
 SCHEMA_VERSION = "0.20.1"  # of compressed-tensors, whose schemas these fields follow
+LINEARS = ("Linear",)
+HEAD_LINEARS = ("Linear", "re:.*lm_head$")
+"""All linears of a proposer head: engines do not count an lm_head among them."""
 # Fields that say how a scale was found, not how a tensor is read: any value is fine when loading.
 _NOT_LAYOUT = ("observer", "observer_kwargs", "actorder", "zp_dtype", "block_structure")
 
 
-def quantization_config(fmt: Format, *, activations: bool, ignore: list[str]) -> dict:
-    """The whole section. activations: 4-bit inputs too (W4A4). ignore: module names as engines match them.
+def quantization_config(
+    fmt: Format | Channel, *, activations: bool, ignore: list[str], targets: Sequence[str] = LINEARS
+) -> dict:
+    """The whole section. activations: rounded inputs too (W4A4, W8A8). targets, ignore: modules as engines match them.
 
     Raises UsageError where `activations` is asked of a format without such a scheme.
     """
@@ -23,7 +31,7 @@ def quantization_config(fmt: Format, *, activations: bool, ignore: list[str]) ->
     if activations and inputs is None:
         raise UsageError(f"{fmt.name} has no 4-bit activations; set quantization.activations to 16bit")
     group = {
-        "targets": ["Linear"],
+        "targets": [*targets],
         "weights": fmt.weights_config(),
         "input_activations": inputs,
         "output_activations": None,
@@ -48,6 +56,26 @@ def format_from_config(quantization_config: dict) -> tuple[Format, bool, list[st
 
     Raises CompressError naming the key for a scheme that this version cannot read.
     """
+    fmt, rounds_inputs = _read(quantization_config, _formats(), [LINEARS])
+    return fmt, rounds_inputs, _ignore(quantization_config.get("ignore"))
+
+
+def head_format_from_config(quantization_config: Any) -> Format | Channel:
+    """The format of a proposer head's quantized linears. Raises CompressError as `format_from_config`, and for 4-bit
+    inputs."""
+    section = _object(quantization_config, "quantization_config")
+    known: list[Format | Channel] = [*_formats(), *CHANNEL_FORMATS.values()]
+    fmt, rounds_inputs = _read(section, known, [LINEARS, HEAD_LINEARS])
+    if rounds_inputs and fmt.name not in CHANNEL_FORMATS:
+        raise CompressError("quantization_config: a head with 4-bit inputs cannot be read by this version")
+    return fmt
+
+
+Known = TypeVar("Known", Format, Format | Channel)
+
+
+def _read(quantization_config: dict, formats: Sequence[Known], targets: Sequence[Sequence[str]]) -> tuple[Known, bool]:
+    """The one of `formats` whose linears are `targets`, and whether inputs are rounded too."""
     _require(quantization_config, "quant_method", "compressed-tensors")
     _require(quantization_config, "quantization_status", "compressed")
     for key in ("kv_cache_scheme", "sparsity_config", "transform_config"):
@@ -60,14 +88,15 @@ def format_from_config(quantization_config: dict) -> tuple[Format, bool, list[st
         raise CompressError(f"quantization_config.config_groups: one group can be read, found {len(groups)}")
     name, group = next(iter(groups.items()))
     where = f"quantization_config.config_groups.{name}"
-    if group.get("targets") != ["Linear"] or group.get("output_activations"):
-        raise CompressError(f"{where}: only targets ['Linear'] without output_activations can be read")
+    if list(group.get("targets") or ()) not in map(list, targets) or group.get("output_activations"):
+        shown = " or ".join(map(str, map(list, targets)))
+        raise CompressError(f"{where}: only targets {shown} without output_activations can be read")
     weights, inputs = group["weights"], group["input_activations"]
-    fmt = _matching_format(weights, f"{where}.weights")
+    fmt = _matching_format(weights, formats, f"{where}.weights")
     _require(quantization_config, "format", fmt.compression_format)
     if inputs and _layout(inputs) != _layout(fmt.activations_config() or {}):
-        raise CompressError(f"{where}.input_activations: {brief(inputs)} is not {fmt.name}'s 4-bit scheme")
-    return fmt, bool(inputs), _ignore(quantization_config.get("ignore"))
+        raise CompressError(f"{where}.input_activations: {brief(inputs)} is not {fmt.name}'s scheme")
+    return fmt, bool(inputs)
 
 
 def config_groups(quantization_config: dict) -> dict[str, dict[str, Any]]:
@@ -114,9 +143,11 @@ def _layout(args: dict) -> dict:
     return {k: v for k, v in args.items() if k not in _NOT_LAYOUT and v is not None}
 
 
-def _matching_format(weights: dict, where: str) -> Format:
-    candidates: list[Format] = [Nvfp4(), Mxfp4()]
-    candidates += [Int4(g, symmetric) for g in Int4.GROUP_SIZES for symmetric in (True, False)]
+def _formats() -> list[Format]:
+    return [Nvfp4(), Mxfp4(), *(Int4(g, symmetric) for g in Int4.GROUP_SIZES for symmetric in (True, False))]
+
+
+def _matching_format(weights: dict, candidates: Sequence[Known], where: str) -> Known:
     for fmt in candidates:
         if _layout(weights) == _layout(fmt.weights_config()):
             return fmt

@@ -16,6 +16,9 @@ from compressor.decode.decoder import STATIC_ROPE, Decoder
 from compressor.decode.layers import Attention, GatedMLP, Norm
 from compressor.decode.linear import Linear
 from compressor.errors import CompressError, brief
+from compressor.formats import Format
+from compressor.formats.channel import Channel
+from compressor.formats.config import head_format_from_config
 from compressor.models import skeleton
 from compressor.proposers.drafting import check_branching
 from compressor.proposers.nodes import Rows
@@ -28,7 +31,7 @@ MODEL_TYPES = ("llama", "qwen3")
 @dataclass(frozen=True)
 class Settings:
     """A head's config.json. `layer` is the transformers config of its block; `aux` the states of the target that it
-    reads, None for the default."""
+    reads, None for the default; `fmt` the format of quantized linears, None where all are plain."""
 
     path: Path
     layer: PreTrainedConfig
@@ -40,6 +43,7 @@ class Settings:
     norm_output: bool
     logit_scale: float
     target_hidden_size: int
+    fmt: Format | Channel | None
 
 
 class Eagle3Proposer:
@@ -75,7 +79,7 @@ class Eagle3Proposer:
         """
         folder, levels = Path(folder), check_branching(branching)
         settings = read_settings(folder)
-        tensors = Tensors.of_folder(folder, decoder.dtype, decoder.device, plain_name)
+        tensors = Tensors.of_folder(folder, decoder.dtype, decoder.device, plain_name, settings.fmt)
         proposer = cls(settings, tensors, decoder, levels)
         tensors.refuse_rest(r"^mask_hidden$")  # of heads that can also draft in parallel
         return proposer
@@ -114,7 +118,7 @@ class Midlayer:
             old = getattr(block.self_attn, name)
             wide = nn.Linear(2 * hidden, old.out_features, bias=old.bias is not None, device="meta")
             setattr(block.self_attn, name, wide)
-        tensors.fill(block, "midlayer.")
+        tensors.fill_block(block, "midlayer.")
         self._attention = Attention(block.self_attn, config, pack=True)
         self._mlp = GatedMLP(block.mlp, pack=True)
         self._before_attention = Norm(block.input_layernorm)
@@ -189,6 +193,7 @@ def read_settings(folder: Path) -> Settings:
         norm_output=flag("norm_output", False),
         logit_scale=logit_scale(path, raw),
         target_hidden_size=size("target_hidden_size", config.hidden_size),
+        fmt=_format(path, raw),
     )
 
 
@@ -196,6 +201,16 @@ def _ids(path: Path, ids: Any) -> tuple[int, ...]:
     if not isinstance(ids, list) or any(type(index) is not int for index in ids):
         raise CompressError(f"{path}: eagle_aux_hidden_state_layer_ids: {brief(ids)} is not a list of integers")
     return tuple(ids)
+
+
+def _format(path: Path, raw: dict[str, Any]) -> Format | Channel | None:
+    section = raw.get("quantization_config")
+    if section is None:
+        return None
+    try:
+        return head_format_from_config(section)
+    except CompressError as error:
+        raise CompressError(f"{path}: {error}") from None
 
 
 def _layer_config(path: Path, layer: dict[str, Any]) -> PreTrainedConfig:

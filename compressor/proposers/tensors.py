@@ -13,6 +13,9 @@ from torch import Tensor, nn
 from compressor.checkpoint.reader import ShardReader, check_finite
 from compressor.decode.engine import LEGACY_BUFFERS
 from compressor.errors import CompressError, brief
+from compressor.formats import Format
+from compressor.formats.channel import Channel
+from compressor.kernels import quantized
 
 
 def logit_scale(path: Path, config: dict[str, Any]) -> float:
@@ -31,6 +34,7 @@ class Tensors:
     Args:
         names: of all stored tensors; `get(name)` reads one and refuses what is not finite.
         rename: stored name → the name it is taken by. Raises CompressError for two tensors of one name.
+        fmt: of the linears that are stored quantized; those have a `weight_scale`.
     """
 
     def __init__(
@@ -41,8 +45,9 @@ class Tensors:
         dtype: torch.dtype,
         device: torch.device,
         rename: Callable[[str], str] = str,
+        fmt: Format | Channel | None = None,
     ) -> None:
-        self.folder, self._get, self._dtype, self._device = folder, get, dtype, device
+        self.folder, self._get, self._dtype, self._device, self._fmt = folder, get, dtype, device, fmt
         self._stored: dict[str, str] = {}
         for stored in names:
             name = rename(stored)
@@ -55,9 +60,14 @@ class Tensors:
 
     @classmethod
     def of_folder(
-        cls, folder: Path, dtype: torch.dtype, device: torch.device, rename: Callable[[str], str] = str
+        cls,
+        folder: Path,
+        dtype: torch.dtype,
+        device: torch.device,
+        rename: Callable[[str], str] = str,
+        fmt: Format | Channel | None = None,
     ) -> "Tensors":
-        """All tensors of a plain checkpoint folder."""
+        """All tensors of a checkpoint folder."""
         reader = ShardReader(folder)
 
         def get(name: str) -> Tensor:
@@ -65,7 +75,7 @@ class Tensors:
             check_finite(name, tensor, folder / reader.file_of(name))
             return tensor
 
-        return cls(folder, reader.keys(), get, dtype, device, rename)
+        return cls(folder, reader.keys(), get, dtype, device, rename, fmt)
 
     def __contains__(self, name: str) -> bool:
         return name in self._stored
@@ -98,10 +108,48 @@ class Tensors:
         module.load_state_dict(state, assign=True)
         module.requires_grad_(False)
 
-    def linear(self, name: str, out_features: int, in_features: int, *, bias: bool = False) -> nn.Linear:
+    def fill_block(self, block: nn.Module, prefix: str) -> None:
+        """`fill`, with each of its linears in place of the empty one: they may be stored quantized."""
+        linears: dict[str, nn.Module] = {}
+        for name, old in [*block.named_modules()]:
+            if not isinstance(old, nn.Linear):
+                continue
+            parent, _, attribute = name.rpartition(".")
+            new = self.linear(prefix + name, old.out_features, old.in_features, bias=old.bias is not None)
+            setattr(block.get_submodule(parent), attribute, nn.Identity())
+            linears[name] = new
+        self.fill(block, prefix)
+        for name, new in linears.items():
+            parent, _, attribute = name.rpartition(".")
+            setattr(block.get_submodule(parent), attribute, new)
+
+    def linear(self, name: str, out_features: int, in_features: int, *, bias: bool = False) -> nn.Module:
+        """The layer `name`. Raises CompressError as `take`, and for a quantized one that is not of the format."""
+        if f"{name}.weight_scale" in self:
+            return self._quantized(name, (out_features, in_features), bias=bias)
         linear = nn.Linear(in_features, out_features, bias=bias, device="meta")
         self.fill(linear, f"{name}.")
         return linear
+
+    def _quantized(self, name: str, shape: tuple[int, int], *, bias: bool) -> nn.Module:
+        if self._fmt is None:
+            raise CompressError(
+                f"{self.folder}: tensor '{name}.weight_scale' belongs to a quantized weight, and config.json has no "
+                "quantization_config that says how to read it"
+            )
+        own = self.take(f"{name}.bias", shape[:1]) if bias else None
+        prefix = f"{name}."
+        suffixes = [found.removeprefix(prefix) for found in self._stored if found.startswith(prefix)]
+        tensors = {suffix: self.raw(prefix + suffix) for suffix in suffixes if suffix != "bias"}
+        try:
+            layer, found = quantized.linear(self._fmt, tensors, own, dtype=self._dtype, device=self._device)
+        except CompressError as error:
+            raise CompressError(f"{self.folder}: {name}: {error}") from None
+        if found != shape:
+            raise CompressError(
+                f"{self.folder}: {name} is quantized in the shape {[*found]}, {[*shape]} is what fits the config"
+            )
+        return layer
 
     def refuse_rest(self, *ignored: str) -> None:
         """Raise CompressError for a tensor that nothing has taken, unless its name matches a pattern of `ignored`."""

@@ -65,6 +65,8 @@ def load(folder: Path, decoder: Decoder) -> Eagle3Head:
         found = {plain_name(name): reader.get(name) for name in reader.keys()}  # noqa: SIM118 - no mapping
     norms = settings.norm_before_fc or settings.fc_norm or settings.norm_output
     block = config.model_type != "llama" or rope.get("rope_type", "default") != "default" or config.hidden_act != "silu"
+    if settings.fmt is not None:
+        raise UsageError(f"{folder}: its weights are in {settings.fmt.name}; train the head that it was made from")
     if "embed_tokens.weight" in found or norms or settings.logit_scale != 1 or block:
         raise UsageError(
             f"{settings.path}: heads with an embedding of their own, norms around fc or on the output, a logit_scale, "

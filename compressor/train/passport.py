@@ -11,6 +11,7 @@ from compressor.bundle import environment
 from compressor.bundle.records import MEASURED, Acceptance, Environment, Record, Sha256
 from compressor.checkpoint.digest import sha256_file
 from compressor.errors import CompressError, naming
+from compressor.recipe_training import Precision
 
 FILE_NAME = "passport.json"
 
@@ -27,6 +28,18 @@ class HeadTarget(Record):
     """sha256 of the target's files, by name: weights, config, tokenizer."""
 
 
+class Lowering(Record):
+    """How a head's linears came to fewer bits than it was trained in."""
+
+    precision: Precision
+    files: dict[str, Sha256]
+    """Of the head before."""
+    allowed_loss: float
+    """Of the accepted tokens a cycle, the share that it was allowed to lose."""
+    before: Acceptance
+    """What the head before reached where `check` of the passport was measured."""
+
+
 class HeadPassport(Record):
     """The whole of a head's passport.json."""
 
@@ -41,6 +54,7 @@ class HeadPassport(Record):
     """Documents, vocabulary and history (compressor.train.head)."""
     check: Acceptance
     """What the export check measured."""
+    lowering: Lowering | None = None
     environment: Environment
     files: dict[str, Sha256] = Field(min_length=1)
     """sha256 of the head's own files."""
@@ -83,10 +97,38 @@ def write(
             "files": files(folder),
         }
     )
+    _save(folder, passport)
+    return passport
+
+
+def write_lowered(
+    folder: Path,
+    old: HeadPassport,
+    *,
+    precision: str,
+    allowed_loss: float,
+    before: dict[str, Any],
+    after: dict[str, Any],
+) -> HeadPassport:
+    """Write the passport of the head in `folder`, made from the one of passport `old`. `before` and `after`: see
+    `acceptance.measure`."""
+    lowering = {"precision": precision, "files": old.files, "allowed_loss": allowed_loss}
+    changed = {
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "check": {**after, "evidence": MEASURED},
+        "lowering": {**lowering, "before": {**before, "evidence": MEASURED}},
+        "environment": environment.capture(),
+        "files": files(folder),
+    }
+    passport = HeadPassport.model_validate(old.model_dump() | changed)
+    _save(folder, passport)
+    return passport
+
+
+def _save(folder: Path, passport: HeadPassport) -> None:
     with naming(folder / FILE_NAME):
         text = json.dumps(passport.model_dump(mode="json"), indent=1, ensure_ascii=False, allow_nan=False)
         (folder / FILE_NAME).write_text(text + "\n", encoding="utf-8")
-    return passport
 
 
 def files(folder: Path) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""`compress train` and `compress heal`: from a recipe, or a target and a head, to a checked head on disk."""
+"""`compress train`, `heal` and `lower-head`: from a recipe, or a target and a head, to a checked head on disk."""
 
 import json
 import os
@@ -15,8 +15,8 @@ from compressor.errors import CompressError, UsageError, naming
 from compressor.job import Job
 from compressor.preflight import refuse_existing, resolve_source, staging_folder
 from compressor.recipe import Recipe
-from compressor.recipe_training import Heal
-from compressor.train import export, head, passport
+from compressor.recipe_training import Heal, allowed_loss
+from compressor.train import check, export, head, passport, precision
 from compressor.train.finish import describe, finish
 from compressor.train.head import Trained, Workplace
 from compressor.train.passport import HeadPassport
@@ -76,14 +76,57 @@ def heal(
     return found
 
 
+def lower(target: Path, old: Path, out: Path, to: str, loss: float | None, ui: UI) -> dict[str, Any]:
+    """Put the EAGLE-3 head in `old` at `out` with its linears in a lower precision, after measuring both on the target
+    in folder `target`: {before, after, files, passport}, the last None where `old` has none.
+
+    Raises UsageError for 4 bits without an allowed `loss` and for an `out` that is there already, CompressError for a
+    head that loses more.
+    """
+    refuse_existing(out)
+    allowed = allowed_loss(to, loss)
+    if allowed is None:
+        raise UsageError(
+            f"precision {to}: a head in 4 bits can lose much; say with --max-loss which share of the accepted tokens "
+            "it may lose"
+        )
+    described = passport.HeadPassport.load(old)
+    if described is not None:
+        passport.refuse_changed(old, described)
+    decoder, prompts = engine.decoder(target), check.usual_prompts(load_tokenizer(target))
+    staging = staging_folder(out)
+    try:
+        precision.lower(old, staging, to)
+        before, after = (
+            check.check("eagle3", place, decoder, target, prompts, least_first=0, ui=ui).measured
+            for place in (old, staging)
+        )
+        precision.refuse_loss(old, to, before, after, allowed)
+        found = None
+        if described is not None:
+            written = passport.write_lowered(
+                staging, described, precision=to, allowed_loss=allowed, before=before, after=after
+            )
+            found = written.model_dump(mode="json")
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+    _rename(staging, out)
+    return {"before": before, "after": after, "files": passport.files(out), "passport": found}
+
+
 def _export(trained: Trained, place: Workplace, out: Path, **described: Any) -> HeadPassport:
     """Finish the proposer beside `out`, and rename it."""
     staging = staging_folder(out)
     found = finish(trained, place, staging, **described)
-    if out.exists():
-        out.rmdir()  # empty: checked before the run began
-    os.replace(staging, out)
+    _rename(staging, out)
     return found
+
+
+def _rename(staging: Path, out: Path) -> None:
+    if out.exists():
+        out.rmdir()  # empty: checked before the work began
+    os.replace(staging, out)
 
 
 def _open(work: Path, settings: dict[str, Any], resume: bool) -> None:

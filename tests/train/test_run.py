@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 import tiny_models as tiny
@@ -236,3 +237,51 @@ def test_a_file_that_is_not_the_passports_is_named(target, trained, tmp_path):
     (head / "config.json").unlink()
     code, output = compress("check-head", target, head)
     assert code == 1 and "config.json: is missing" in output
+
+
+def lower(target, head, out, *options):
+    return compress("lower-head", target, head, "--out", out, *options)
+
+
+def test_a_lowered_head_says_what_it_was_and_what_that_cost(target, trained, tmp_path):
+    code, output = lower(target, trained / "head", tmp_path / "low", "--precision", "int8", "--max-loss", "0.5")
+    assert code == 0 and output.count("tokens a cycle") == 2, output
+    old, new = (json.loads((head / "passport.json").read_text()) for head in (trained / "head", tmp_path / "low"))
+    assert new["lowering"]["precision"] == "int8" and new["lowering"]["files"] == old["files"]
+    assert new["lowering"]["before"]["tau"] == pytest.approx(old["check"]["tau"])
+    assert new["files"] == files(tmp_path / "low") and new["training"] == old["training"]
+    code, output = compress("check-head", target, tmp_path / "low")
+    assert code == 0, output
+
+
+def test_a_head_without_a_passport_is_lowered_without_one(target, trained, tmp_path):
+    head = shutil.copytree(trained / "head", tmp_path / "head")
+    (head / "passport.json").unlink()
+    code, output = lower(target, head, tmp_path / "low", "--precision", "fp8", "--max-loss", "0.9")
+    assert code == 0 and not (tmp_path / "low" / "passport.json").exists(), output
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        (["--precision", "int4-g32"], 2, "say with --max-loss which share"),
+        (["--precision", "int5"], 2, "--precision: 'int5' is not one of fp8, int8"),
+        (["--precision", "int4-g128", "--max-loss", "0.9"], 1, "is not a multiple of int4-g128's group"),
+    ],
+)
+def test_a_head_is_not_lowered_unawares(target, trained, tmp_path, options, code, message):
+    found, output = lower(target, trained / "head", tmp_path / "low", *options)
+    assert found == code and message in output and not list(tmp_path.iterdir()), output
+
+
+def test_a_head_that_lost_more_than_allowed_is_not_written(target, trained, tmp_path, monkeypatch):
+    real = check.check
+
+    def worse(kind, folder, *rest, **options):
+        found = real(kind, folder, *rest, **options)
+        return found if folder == trained / "head" else replace(found, measured=found.measured | {"tau": 1.0})
+
+    monkeypatch.setattr(check, "check", worse)
+    code, output = lower(target, trained / "head", tmp_path / "low", "--precision", "int8")
+    assert code == 1 and "a loss of 100.0% of the accepted ones, 5.0% is allowed" in output
+    assert not list(tmp_path.iterdir())

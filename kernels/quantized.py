@@ -1,0 +1,26 @@
+"""A linear layer from the tensors of any quantized format."""
+
+from torch import Tensor, nn
+
+from compressor.formats import Format
+from compressor.formats.channel import Channel
+from compressor.kernels import int8_cpu
+from compressor.kernels.linear import PackedLinear
+
+
+def linear(
+    fmt: Format | Channel, tensors: dict[str, Tensor], bias: Tensor | None, *, dtype, device
+) -> tuple[nn.Module, tuple[int, int]]:
+    """The layer and its [out, in]. Packed where the machine has a kernel for it, decoded into `dtype` elsewhere. Raises
+    CompressError for tensors that are not the format's."""
+    if not isinstance(fmt, Channel):
+        packed = PackedLinear(fmt, tensors, bias=bias, dtype=dtype).to(device)
+        return packed, (packed.out_features, packed.in_features)
+    codes, scale = fmt.unpack(tensors)
+    if fmt.name == "int8" and int8_cpu.fits(codes.shape[1], dtype, device):
+        return int8_cpu.Int8Linear(codes, scale[:, 0], bias), tuple(codes.shape)
+    plain = nn.Linear(codes.shape[1], codes.shape[0], bias=bias is not None, device="meta")
+    plain.weight = nn.Parameter(fmt.decode(tensors).to(device, dtype), requires_grad=False)
+    if bias is not None:
+        plain.bias = nn.Parameter(bias, requires_grad=False)
+    return plain, tuple(codes.shape)
