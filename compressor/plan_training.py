@@ -4,7 +4,7 @@ from compressor.plan_base import Job, Machine, Stage, make_stage
 from compressor.recipe_training import Answers, Heal, Training
 from compressor.train.answers import ROWS
 from compressor.train.loss import ROWS as LOSS_ROWS
-from compressor.train.states import READ_TOKENS, SHARD_TOKENS
+from compressor.train.states import READ_TOKENS, SHARD_TOKENS, token_bytes
 
 REFERENCE_FLOPS = 5.5e11
 """bf16 FLOP/s, as `Machine` measures them, of the two cores where the three speeds below were measured."""
@@ -120,5 +120,8 @@ def _document_tokens(spec: Answers) -> float:
 
 
 def state_bytes(job: Job, spec: Training | Heal) -> int:
-    """The target's states that `spec` keeps on disk in bfloat16."""
-    return round(_document_tokens(spec.answers) * _state_width(job) * 2) if spec.answers.cache == "disk" else 0
+    """The target's states that `spec` keeps on disk."""
+    if spec.answers.cache == "none":
+        return 0
+    fp8 = spec.answers.cache_format == "fp8"
+    return round(_document_tokens(spec.answers) * token_bytes(job.hidden, _aux_count(job) + 1, fp8=fp8))

@@ -56,6 +56,10 @@ class Answers(Section):
     cache: Literal["disk", "none"] = Field(
         default="disk", description="disk keeps the target's states in the work folder; none makes them every time."
     )
+    cache_format: Literal["bf16", "fp8"] = Field(
+        default="bf16",
+        description="disk: fp8 keeps the states that a head reads in E4M3, a scale each, and the last one in bf16.",
+    )
     cache_bytes: int = Field(default=20_000_000_000, ge=0, description="disk: refuse to start beyond this size.")
 
     @model_validator(mode="after")

@@ -267,6 +267,7 @@ def test_the_defaults_of_training_and_healing_are_the_documented_ones(write):
         "temperature": 0.0,
         "held_out": 128,
         "cache": "disk",
+        "cache_format": "bf16",
         "cache_bytes": 20_000_000_000,
     }
     proposer = Recipe.load(write(BASE + "proposer: {kind: eagle3, training: {}, heal: {}}\n")).to_dict()["proposer"]

@@ -216,11 +216,12 @@ def states_of(
     if spec.cache == "none":
         return read
     lengths = [len(document.tokens) for document in documents]
-    cache = states.StateCache(folder / "states", lengths, (len(aux) + 1) * decoder.config.hidden_size)
+    fp8 = spec.cache_format == "fp8"
+    cache = states.StateCache(folder / "states", lengths, decoder.config.hidden_size, len(aux) + 1, fp8=fp8)
     if cache.nbytes > spec.cache_bytes:
         raise UsageError(
             f"answers.cache_bytes: the states of {sum(lengths)} tokens take {cache.nbytes} bytes, the budget is "
-            f"{spec.cache_bytes}; raise it, set cache: none, or ask for fewer answers"
+            f"{spec.cache_bytes}; raise it, set cache_format: fp8 or cache: none, or ask for fewer answers"
         )
     ui.note(f"hidden states: {cache.nbytes / 1e9:.2f} GB in {cache.folder}")
     cache.fill(read, ui)

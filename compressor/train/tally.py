@@ -36,13 +36,15 @@ def cycles(right: Tensor, counted: Tensor) -> Tally:
     """
     hits = torch.stack([F.pad(board & counted, (0, step))[:, step:] for step, board in enumerate(right)])
     accepted = hits.cumprod(0).sum(0).tolist()  # of a draft that begins with this token
-    found = Tally(*(torch.zeros(len(right), dtype=torch.float64) for _ in range(2)))
+    wins, drafts = [0] * len(right), [0] * len(right)  # numbers, not tensors: there is one update a cycle
     for row, inside in zip(accepted, counted, strict=True):
         places = inside.nonzero()[:, 0].tolist()
         end = places[-1] + 1 if places else 0
         place = places[0] + 1 if places else 0
         while place < end:
-            found.hits[: row[place]] += 1
-            found.reached[: min(row[place] + 1, end - place)] += 1
+            for step in range(row[place]):
+                wins[step] += 1
+            for step in range(min(row[place] + 1, end - place, len(right))):
+                drafts[step] += 1
             place += row[place] + 1
-    return found
+    return Tally(torch.tensor(wins, dtype=torch.float64), torch.tensor(drafts, dtype=torch.float64))

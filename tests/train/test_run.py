@@ -91,6 +91,18 @@ def test_training_ends_in_a_head_whose_passport_tells_what_it_learned_from(train
     }
 
 
+def test_states_kept_in_fp8_teach_nearly_as_well(target, trained, tmp_path):
+    write_recipe(tmp_path, target)
+    recipe = tmp_path / "recipe.yaml"
+    code, output = compress(
+        *("train", recipe, "--out", tmp_path / "head"), "--set", "proposer.training.answers.cache_format=fp8"
+    )
+    assert code == 0, output
+    exact, rounded = (history(folder / "head")[-1] for folder in (trained, tmp_path))
+    assert rounded["loss"] != exact["loss"]  # it did read them
+    assert rounded["loss"] == pytest.approx(exact["loss"], rel=0.02)
+
+
 def test_the_head_passes_its_own_check(target, trained):
     code, output = compress("check-head", target, trained / "head")
     assert code == 0 and "tokens a cycle" in output, output

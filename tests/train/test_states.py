@@ -62,7 +62,7 @@ def test_a_text_longer_than_one_pass_is_read_in_pieces(model, monkeypatch):
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     monkeypatch.setattr(states, "SHARD_TOKENS", 20)
-    return StateCache(tmp_path / "states", [12, 7, 9, 30, 5], 4)
+    return StateCache(tmp_path / "states", [12, 7, 9, 30, 5], 2, 2)
 
 
 def rows(indices, lengths=(12, 7, 9, 30, 5)):
@@ -77,6 +77,31 @@ def test_the_cache_gives_back_each_documents_states(cache):
     assert [len(found) for found in cache([3, 0])] == [30, 12]
 
 
+def noise(indices, lengths=(12, 7, 9, 30, 5)):
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randn(lengths[index], 12, generator=generator) for index in range(len(lengths))]
+    return [rows[index] * torch.tensor([100.0] * 4 + [0.01] * 4 + [1.0] * 4) for index in indices]
+
+
+def test_a_cache_in_fp8_keeps_the_last_state_exactly_and_the_others_by_their_own_scale(tmp_path):
+    cache = StateCache(tmp_path, [12, 7, 9, 30, 5], 4, 3, fp8=True)
+    cache.fill(noise, NullUI())
+    for found, wanted in zip(cache([3, 0]), noise([3, 0]), strict=True):
+        assert torch.equal(found[:, -4:], wanted[:, -4:].bfloat16())
+        for first in (0, 4):
+            part = wanted[:, first : first + 4]
+            largest = part.abs().amax(1, keepdim=True)
+            assert bool(((found[:, first : first + 4] - part).abs() <= part.abs() / 12 + largest * 2.0**-9).all())
+    size = sum(file.stat().st_size for file in tmp_path.iterdir())
+    assert cache.nbytes == 63 * (2 * (4 + 2) + 8) and 0 <= size - cache.nbytes < 1000
+
+
+def test_a_cache_in_another_format_is_refused(tmp_path):
+    StateCache(tmp_path, [12, 7, 9, 30, 5], 4, 3, fp8=True).fill(noise, NullUI())
+    with pytest.raises(CompressError, match="not the states of these documents"):
+        StateCache(tmp_path, [12, 7, 9, 30, 5], 4, 3)([0])
+
+
 def test_a_cache_that_was_cut_off_makes_only_what_is_missing(cache):
     cache.fill(rows, NullUI())
     (cache.folder / "states-00002.safetensors").unlink()
@@ -87,7 +112,7 @@ def test_a_cache_that_was_cut_off_makes_only_what_is_missing(cache):
 
 def test_a_cache_of_other_documents_is_refused(cache):
     cache.fill(rows, NullUI())
-    other = StateCache(cache.folder, [12, 8, 9, 30, 5], 4)
+    other = StateCache(cache.folder, [12, 8, 9, 30, 5], 2, 2)
     with pytest.raises(CompressError, match=r"states-00000\.safetensors: not the states of these documents"):
         other([0])
 
