@@ -32,15 +32,19 @@ def train(
     offline: Annotated[bool, typer.Option("--offline", help="Use only what is on this machine.")] = False,
     json_file: Json = None,
 ) -> None:
-    """Train the proposer of a recipe on what its target writes, and export it; quantizes nothing."""
+    """Train the proposer of a recipe on what its target writes, and export it; quantizes nothing. Started by
+    torchrun or accelerate, processes share the training."""
     from compressor.recipe import Recipe
-    from compressor.train import curve, run
-    from compressor.ui import RichUI
+    from compressor.train import curve, processes, run
+    from compressor.ui import NullUI, RichUI
 
     output = Output(json_file)
     job = Recipe.load(recipe, overrides or ())
     place = out if out is not None else Path(f"head-{job.name}")
-    passport = run.train(job, place, work or _work(place), RichUI(), resume=resume, offline=offline)
+    ui = RichUI() if processes.is_first() else NullUI()
+    passport = run.train(job, place, work or _work(place), ui, resume=resume, offline=offline)
+    if passport is None:
+        return
     output.result({"head": str(place), "passport": passport.model_dump(mode="json")})
     output.line(_summary(place, passport.check.conditional, passport.check.tau))
     gain = curve.last_doubling(passport.training["history"])  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from compressor.checkpoint.digest import sha256_file
 from compressor.errors import CompressError, UsageError, naming
-from compressor.recipe import Recipe
+from compressor.recipe_text import changes
 
 MANIFEST = "job.json"
 
@@ -23,7 +23,7 @@ class Job:
 
     Args:
         work: folder for intermediate files; created if missing.
-        recipe: what the run is to do.
+        settings: what the run is to do: a recipe, or another nested dictionary of plain JSON values.
         environment: versions and thread count that the bytes of the result depend on.
         resume: continue what the folder holds instead of refusing it.
 
@@ -31,7 +31,7 @@ class Job:
     CompressError for a folder in use by another process or a damaged manifest.
     """
 
-    def __init__(self, work: Path, recipe: Recipe, environment: dict, *, resume: bool):
+    def __init__(self, work: Path, settings: dict, environment: dict, *, resume: bool):
         self.work = Path(work)
         self.work.mkdir(parents=True, exist_ok=True)
         strangers = [p.name for p in self.work.iterdir() if p.name not in ("lock", MANIFEST + ".tmp")]
@@ -39,12 +39,12 @@ class Job:
             raise UsageError(f"{self.work}: not empty and not a work folder ({strangers[0]}); choose another --work")
         self._lock = self._take_lock()
         try:
-            self.manifest = self._open(recipe, environment, resume)
+            self.manifest = self._open(settings, environment, resume)
         except BaseException:
             self.close()
             raise
 
-    def _open(self, recipe: Recipe, environment: dict, resume: bool) -> dict:
+    def _open(self, settings: dict, environment: dict, resume: bool) -> dict:
         path = self.work / MANIFEST
         if path.exists():
             if not resume:
@@ -52,12 +52,12 @@ class Job:
                     f"{self.work}: holds an unfinished run; add --resume to continue it or remove the folder"
                 )
             manifest = self._read(path)
-            self._refuse_changes(manifest, recipe, environment)
+            self._refuse_changes(manifest, settings, environment)
             return manifest
         self.manifest = {
             "version": 1,
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
-            "recipe": recipe.to_dict(),
+            "recipe": settings,
             "environment": environment,
             "stages": {},
             "blocks": {},
@@ -87,16 +87,16 @@ class Job:
             raise CompressError(f"{path}: damaged manifest; remove the work folder and start again") from None
         return manifest
 
-    def _refuse_changes(self, manifest: dict, recipe: Recipe, environment: dict) -> None:
-        changes = recipe.diff(manifest["recipe"])
+    def _refuse_changes(self, manifest: dict, settings: dict, environment: dict) -> None:
+        found = changes(manifest["recipe"], settings)
         recorded = manifest["environment"]
-        changes += [
+        found += [
             f"{key}: {recorded.get(key)} → {environment.get(key)}"
             for key in sorted(recorded.keys() | environment.keys())
             if recorded.get(key) != environment.get(key)
         ]
-        if changes:
-            raise UsageError(f"{self.work}: cannot resume, changed since it started: {'; '.join(changes)}")
+        if found:
+            raise UsageError(f"{self.work}: cannot resume, changed since it started: {'; '.join(found)}")
 
     def _save(self) -> None:
         temporary = self.work / (MANIFEST + ".tmp")

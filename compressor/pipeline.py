@@ -109,7 +109,7 @@ def run(
     private_key, public_key = signing.resolve_keys(recipe.bundle.private_key)
     state = Run(recipe, ui, resolve_source(recipe, ui, offline=offline), fmt)
     check_source(state)
-    state.job = job = Job(work, recipe, record.environment(), resume=resume)
+    state.job = job = Job(work, recipe.to_dict(), record.environment(), resume=resume)
     try:
         pin_source(state)
         calibrate(state)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
@@ -348,21 +348,6 @@ class Recipe(Section):
         """sha256 (hex) of the recipe as canonical JSON: sorted keys, no spaces, defaults included."""
         canonical = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
         return hashlib.sha256(canonical.encode()).hexdigest()
-
-    def diff(self, other: dict) -> list[str]:
-        """What changed since `other`, an earlier recipe's `to_dict()`: ``quantization.damping: 0.01 → 0.05`` each."""
-        before, after = recipe_text.flatten(other), recipe_text.flatten(self.to_dict())
-        absent = object()
-
-        def shown(value: Any) -> str:
-            return "(absent)" if value is absent else json.dumps(value, ensure_ascii=False)
-
-        changes = []
-        for key in [*after, *(key for key in before if key not in after)]:
-            old, new = before.get(key, absent), after.get(key, absent)
-            if old != new:
-                changes.append(f"{key}: {shown(old)} → {shown(new)}")
-        return changes
 
 
 FILE_KEYS = (

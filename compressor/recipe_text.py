@@ -151,6 +151,22 @@ def flatten(data: dict, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def changes(before: dict, after: dict) -> list[str]:
+    """What changed between two nested dictionaries: ``quantization.damping: 0.01 → 0.05`` each."""
+    old, new = flatten(before), flatten(after)
+    absent = object()
+
+    def shown(value: Any) -> str:
+        return "(absent)" if value is absent else json.dumps(value, ensure_ascii=False)
+
+    found = []
+    for key in [*new, *(key for key in old if key not in new)]:
+        one, other = old.get(key, absent), new.get(key, absent)
+        if one != other:
+            found.append(f"{key}: {shown(one)} → {shown(other)}")
+    return found
+
+
 def explain(error: ValidationError, model: type[BaseModel], origin: str, set_keys: set[str]) -> str:
     """One line for a failed validation: origin, dotted key, value, what is allowed; and how many more there are.
 

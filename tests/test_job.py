@@ -18,7 +18,7 @@ def recipe(**quantization):
 
 
 def job(folder, resume=False, environment=ENVIRONMENT, **quantization):
-    return Job(folder, recipe(**quantization), environment, resume=resume)
+    return Job(folder, recipe(**quantization).to_dict(), environment, resume=resume)
 
 
 def test_stages_and_blocks_are_found_again(tmp_path):

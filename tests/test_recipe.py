@@ -10,6 +10,7 @@ import yaml
 from compressor import recipe as recipes
 from compressor.errors import UsageError
 from compressor.recipe import Recipe
+from compressor.recipe_text import changes
 
 SHIPPED = sorted((Path(__file__).parents[1] / "recipes").glob("*.yaml"))
 BASE = "name: t\nsource: {uri: org/name}\n"
@@ -234,8 +235,8 @@ def test_the_digest_is_of_the_content_and_not_of_the_text(write):
 
 def test_diff_names_every_changed_key_with_both_values(write):
     before, after = Recipe.load(write(BASE)), Recipe.load(write(BASE), ["quantization.damping=0.05", "name=u"])
-    assert after.diff(before.to_dict()) == ['name: "t" → "u"', "quantization.damping: 0.01 → 0.05"]
-    assert after.diff(after.to_dict()) == []
+    assert changes(before.to_dict(), after.to_dict()) == ['name: "t" → "u"', "quantization.damping: 0.01 → 0.05"]
+    assert changes(after.to_dict(), after.to_dict()) == []
 
 
 def test_diff_shows_keys_that_only_one_version_knows(write):
@@ -243,7 +244,7 @@ def test_diff_shows_keys_that_only_one_version_knows(write):
     older = recipe.to_dict()
     del older["run"]["threads"]
     older["run"]["cores"] = 2
-    assert recipe.diff(older) == ["run.threads: (absent) → null", "run.cores: 2 → (absent)"]
+    assert changes(older, recipe.to_dict()) == ["run.threads: (absent) → null", "run.cores: 2 → (absent)"]
 
 
 # ------------------------------------------------------------------ training and healing

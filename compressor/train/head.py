@@ -20,6 +20,7 @@ from compressor.train.corpus import Document
 from compressor.train.eagle3 import Eagle3Head, HeadShape
 from compressor.train.eagle3_task import Eagle3Task
 from compressor.train.loop import Schedule, train
+from compressor.train.processes import first_goes_ahead
 from compressor.ui import UI
 
 INITIAL_STD = 0.02
@@ -95,10 +96,11 @@ class Workplace:
 
     def documents(self, spec: Answers) -> tuple[list[Document], dict[str, Any]]:
         self.ui.stage("prompts and answers")
-        prompts, source = texts.prompts(
-            self.decoder, self.tokenizer, spec, self.folder / "prompts", seed=self.seed, ui=self.ui
-        )
-        written = texts.write(self.decoder, prompts, spec, self.folder / "answers", seed=self.seed, ui=self.ui)
+        with first_goes_ahead():
+            prompts, source = texts.prompts(
+                self.decoder, self.tokenizer, spec, self.folder / "prompts", seed=self.seed, ui=self.ui
+            )
+            written = texts.write(self.decoder, prompts, spec, self.folder / "answers", seed=self.seed, ui=self.ui)
         return written, source
 
 
@@ -175,7 +177,8 @@ def _fit(
     """Fit what `task` trains to the target's distribution on documents that it wrote itself."""
     decoder, answers = place.decoder, spec.answers
     place.ui.stage("hidden states")
-    lookup = states_of(decoder, documents, aux, answers, place.folder, place.ui)
+    with first_goes_ahead():
+        lookup = states_of(decoder, documents, aux, answers, place.folder, place.ui)
     held_out = range(0, len(documents), max(1, len(documents) // answers.held_out))[: answers.held_out]
     agreement = check_teacher(decoder, documents, lookup, held_out, greedy=answers.temperature == 0)
     place.ui.stage("training")

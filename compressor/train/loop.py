@@ -167,7 +167,7 @@ class _Training:
         for batch in batches:
             with self.accelerator.accumulate(self.task):
                 loss, _ = self._apply(batch)
-                value = float(loss.detach())
+                value, tokens = self._over_processes(loss, batch)
                 if not math.isfinite(value):
                     raise CompressError(
                         f"training: the loss is {value} at step {self.step + 1}; {self._usable()}; lower the rate"
@@ -178,8 +178,14 @@ class _Training:
                 self.optimizer.step()
                 self.optimizer.zero_grad()
             total += value / len(batches)
-            self.tokens += sum(len(self.documents[i].tokens) for i in batch) * self.accelerator.num_processes
+            self.tokens += tokens
         return total
+
+    def _over_processes(self, loss: Tensor, batch: Sequence[int]) -> tuple[float, int]:
+        """The mean loss and the number of tokens of this batch and of those that other processes work on meanwhile."""
+        own = [float(loss.detach()), float(sum(len(self.documents[i].tokens) for i in batch))]
+        sums = self.accelerator.reduce(torch.tensor(own, dtype=torch.float64, device=loss.device), "sum").tolist()
+        return sums[0] / self.accelerator.num_processes, int(sums[1])
 
     def _clip(self) -> None:
         norm = self.accelerator.clip_grad_norm_(self.named.values(), CLIP)

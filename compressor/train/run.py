@@ -1,6 +1,5 @@
 """`compress train`, `heal` and `lower-head`: from a recipe, or a target and a head, to a checked head on disk."""
 
-import json
 import os
 import shutil
 from pathlib import Path
@@ -11,7 +10,7 @@ import torch
 from compressor import record
 from compressor.checkpoint.tokenizer import load_tokenizer
 from compressor.decode import engine
-from compressor.errors import CompressError, UsageError, naming
+from compressor.errors import UsageError
 from compressor.job import Job
 from compressor.preflight import refuse_existing, resolve_source, staging_folder
 from compressor.recipe import Recipe
@@ -20,25 +19,33 @@ from compressor.train import check, export, head, passport, precision
 from compressor.train.finish import describe, finish
 from compressor.train.head import Trained, Workplace
 from compressor.train.passport import HeadPassport
+from compressor.train.processes import first_goes_ahead, is_first
 from compressor.ui import UI
 
 
 def train(
     recipe: Recipe, out: Path, work: Path, ui: UI, *, resume: bool = False, offline: bool = False
-) -> HeadPassport:
+) -> HeadPassport | None:
     """Train the head that `proposer.training` describes for the full-precision target, and put it at `out`.
 
-    `work` keeps answers, states and checkpoints until then; an interrupted run goes on with `resume`. Raises UsageError
-    for a recipe without a training section and for an `out` that is there already; CompressError as the parts do.
+    `work` keeps answers, states and checkpoints until then; an interrupted run goes on with `resume`. Called in every
+    process of accelerate's launcher, which share the optimizer's steps; all but the first return None. Raises
+    UsageError for a recipe without a training section and for an `out` that is there already; CompressError as the
+    parts do.
     """
     spec = recipe.proposer.training
     kind = recipe.proposer.kind
     if spec is None:
         raise UsageError("proposer.training: missing, and nothing else is trained; add the section")
     refuse_existing(out)
-    resolved = resolve_source(recipe, ui, offline=offline)
+    with first_goes_ahead():
+        resolved = resolve_source(recipe, ui, offline=offline)
     decoder = engine.decoder(resolved.folder, dtype=getattr(torch, recipe.source.dtype))
-    job = Job(work, recipe, record.environment(), resume=resume)
+    if not is_first():
+        place = Workplace(decoder, resolved.folder, load_tokenizer(resolved.folder), work, recipe.run.seed, ui, resume)
+        head.make(place, kind, spec)
+        return None
+    job = Job(work, recipe.to_dict(), record.environment(), resume=resume)
     try:
         target = describe(decoder, resolved.uri, resolved.folder)
         if job.stage("source") not in (None, target):
@@ -67,11 +74,14 @@ def heal(
     settings = {"heal": spec.model_dump(mode="json"), "seed": seed}
     origin = passport.files(old)
     described = describe(decoder, target.name, target)
-    _open(work, {"settings": settings, "head": origin, "target": described}, resume)
-    # Another seed than training's: its held-out documents are new to the head.
-    place = Workplace(decoder, target, load_tokenizer(target), work, seed + 1, ui, resume)
-    trained = head.heal(place, module, spec)
-    found = _export(trained, place, out, kind="eagle3", target=described, recipe=settings, healed_from=origin)
+    job = Job(work, {**settings, "head": origin, "target": described}, record.environment(), resume=resume)
+    try:
+        # Another seed than training's: its held-out documents are new to the head.
+        place = Workplace(decoder, target, load_tokenizer(target), work, seed + 1, ui, resume)
+        trained = head.heal(place, module, spec)
+        found = _export(trained, place, out, kind="eagle3", target=described, recipe=settings, healed_from=origin)
+    finally:
+        job.close()
     shutil.rmtree(work)
     return found
 
@@ -127,23 +137,3 @@ def _rename(staging: Path, out: Path) -> None:
     if out.exists():
         out.rmdir()  # empty: checked before the work began
     os.replace(staging, out)
-
-
-def _open(work: Path, settings: dict[str, Any], resume: bool) -> None:
-    """Begin in an empty folder, or go on in one that was begun with the same settings."""
-    file = work / "settings.json"
-    if file.is_file():
-        if not resume:
-            raise UsageError(f"{work}: holds an unfinished run; add --resume to continue it or remove the folder")
-        try:
-            recorded = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError:
-            raise CompressError(f"{file}: damaged; remove the work folder and start again") from None
-        if recorded != settings:
-            raise UsageError(f"{work}: cannot resume, the settings, the head or the target changed since it started")
-        return
-    if work.exists() and any(work.iterdir()):
-        raise UsageError(f"{work}: not empty and not a work folder; choose another --work")
-    work.mkdir(parents=True, exist_ok=True)
-    with naming(file):
-        file.write_text(json.dumps(settings), encoding="utf-8")
