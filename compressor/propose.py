@@ -165,7 +165,9 @@ def put(state: Run, staging: Path) -> None:
 def _workplace(state: Run, decoder: Decoder, target: Path, name: str, seed: int | None = None) -> Workplace:
     """Resumes by itself: the job has refused changed settings."""
     seed = state.recipe.run.seed if seed is None else seed
-    return Workplace(decoder, target, state.tokenizer, state.job.path(name), seed, state.ui, resume=True)
+    return Workplace(
+        decoder, state.source.uri, target, state.tokenizer, state.job.path(name), seed, state.ui, resume=True
+    )
 
 
 def _keep(

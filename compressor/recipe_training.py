@@ -85,6 +85,9 @@ class Training(Section):
         description="eagle3: states that the head reads, k = after k layers; null = 2, half and all but 3 of them.",
     )
     heads: int = Field(default=3, ge=1, le=16, description="medusa: heads, one a drafted token.")
+    layout: Literal["vllm", "speculators"] = Field(
+        default="vllm", description="eagle3: files as vLLM and SGLang load a head, or of the speculators library."
+    )
     layers: int = Field(default=4, ge=1, description="draft: layers of the target that the draft model begins with.")
     unroll: Unroll = Field(
         default=3, description="eagle3: steps of the training-time test; draft: tokens a draft when it is judged."
@@ -106,6 +109,7 @@ READ_BY = {
     "aux": ("eagle3",),
     "heads": ("medusa",),
     "layers": ("draft",),
+    "layout": ("eagle3",),
     "unroll": ("eagle3", "draft"),
     "decay": ("eagle3", "medusa"),
 }

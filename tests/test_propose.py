@@ -201,3 +201,13 @@ def test_a_precision_that_costs_more_than_the_recipe_allows_stops_the_job(folder
     with pytest.raises(CompressError, match=r"in fp8 it drafts 1\.000 tokens a cycle, 2\.000 in bf16"):
         run(folder, given(folder, source, head, precision="fp8"), "too-low")
     assert not (folder / "too-low").exists()
+
+
+def test_a_head_in_the_speculators_layout_names_the_target_and_drafts(folder, source):
+    made = run(folder, recipe(folder, source, heal=False, layout="speculators"), "speculators")
+    config = json.loads((made.path / "proposer" / "config.json").read_text())["speculators_config"]
+    assert config["verifier"] == {"name_or_path": str(source), "architectures": ["LlamaForCausalLM"]}
+    assert config["proposal_methods"] == [{"proposal_type": "greedy", "speculative_tokens": 3}]
+    assert made.runner(proposer="eagle3", num_speculative_tokens=2).generate(
+        [5, 6], 4, law=Law(temperature=0.0), seed=0
+    )

@@ -279,6 +279,7 @@ def test_the_defaults_of_training_and_healing_are_the_documented_ones(write):
         "aux": None,
         "heads": 3,
         "layers": 4,
+        "layout": "vllm",
         "unroll": 3,
         "decay": 0.8,
     }

@@ -83,10 +83,11 @@ def shape_of(decoder: Decoder, spec: Training) -> HeadShape:
 
 @dataclass(frozen=True)
 class Workplace:
-    """Where a proposer is trained: `decoder` is the target in the folder `target`; `folder` keeps everything that a
-    killed run need not do again."""
+    """Where a proposer is trained: `decoder` is the target in the folder `target`, known as `name`; `folder` keeps
+    everything that a killed run need not do again."""
 
     decoder: Decoder
+    name: str
     target: Path
     tokenizer: Any
     folder: Path
@@ -145,7 +146,15 @@ def _eagle3(place: Workplace, spec: Training, documents: Sequence[Document]) -> 
             nn.init.normal_(value, std=INITIAL_STD)
     output = output_weight(decoder, ids)
     start.take_over(head, output.float(), decoder.norm.weight.float())
-    return Eagle3Task(head, output, steps=spec.unroll, decay=spec.decay), shape.aux, partial(export.write, head)
+    write = partial(
+        export.write,
+        head,
+        layout=spec.layout,
+        verifier=place.name,
+        architectures=decoder.config.architectures,
+        num_speculative_tokens=spec.unroll,
+    )
+    return Eagle3Task(head, output, steps=spec.unroll, decay=spec.decay), shape.aux, write
 
 
 def _medusa(place: Workplace, spec: Training, documents: Sequence[Document]) -> Begun:

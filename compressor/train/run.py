@@ -42,7 +42,9 @@ def train(
         resolved = resolve_source(recipe, ui, offline=offline)
     decoder = engine.decoder(resolved.folder, dtype=getattr(torch, recipe.source.dtype))
     if not is_first():
-        place = Workplace(decoder, resolved.folder, load_tokenizer(resolved.folder), work, recipe.run.seed, ui, resume)
+        place = Workplace(
+            decoder, resolved.uri, resolved.folder, load_tokenizer(resolved.folder), work, recipe.run.seed, ui, resume
+        )
         head.make(place, kind, spec)
         return None
     job = Job(work, recipe.to_dict(), record.environment(), resume=resume)
@@ -52,7 +54,7 @@ def train(
             raise UsageError(f"{work}: cannot resume, the source's files changed since it started")
         job.finish("source", target)
         tokenizer = load_tokenizer(resolved.folder)
-        place = Workplace(decoder, resolved.folder, tokenizer, job.work, recipe.run.seed, ui, resume)
+        place = Workplace(decoder, resolved.uri, resolved.folder, tokenizer, job.work, recipe.run.seed, ui, resume)
         trained = head.make(place, kind, spec)
         found = _export(trained, place, out, kind=kind, target=target, recipe=recipe.to_dict())
     finally:
@@ -77,7 +79,7 @@ def heal(
     job = Job(work, {**settings, "head": origin, "target": described}, record.environment(), resume=resume)
     try:
         # Another seed than training's: its held-out documents are new to the head.
-        place = Workplace(decoder, target, load_tokenizer(target), work, seed + 1, ui, resume)
+        place = Workplace(decoder, target.name, target, load_tokenizer(target), work, seed + 1, ui, resume)
         trained = head.heal(place, module, spec)
         found = _export(trained, place, out, kind="eagle3", target=described, recipe=settings, healed_from=origin)
     finally:
