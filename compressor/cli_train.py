@@ -96,12 +96,9 @@ def lower_head(
 ) -> None:
     """Round an EAGLE-3 head's linears to fewer bits and measure on a target what that costs; exits 1 where it costs
     more than --max-loss."""
-    from compressor.errors import UsageError
     from compressor.train import run
     from compressor.ui import RichUI
 
-    if precision not in LOWER:
-        raise UsageError(f"--precision: {precision!r} is not one of {', '.join(LOWER)}")
     output = Output(json_file)
     found = run.lower(target, head, out, precision, max_loss, RichUI())
     output.result({"head": str(out), **found})

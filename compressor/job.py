@@ -8,6 +8,7 @@ resume, because the result would be neither the old run's nor the new one's.
 import fcntl
 import json
 import os
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -26,17 +27,27 @@ class Job:
         settings: what the run is to do: a recipe, or another nested dictionary of plain JSON values.
         environment: versions and thread count that the bytes of the result depend on.
         resume: continue what the folder holds instead of refusing it.
+        open_until: by stage, the dotted keys of `settings` that may change until it has finished.
 
     Raises UsageError for a folder that holds something else, an unfinished run without `resume`, or changed settings;
     CompressError for a folder in use by another process or a damaged manifest.
     """
 
-    def __init__(self, work: Path, settings: dict, environment: dict, *, resume: bool):
+    def __init__(
+        self,
+        work: Path,
+        settings: dict,
+        environment: dict,
+        *,
+        resume: bool,
+        open_until: Mapping[str, Sequence[str]] | None = None,
+    ):
         self.work = Path(work)
         self.work.mkdir(parents=True, exist_ok=True)
         strangers = [p.name for p in self.work.iterdir() if p.name not in ("lock", MANIFEST + ".tmp")]
         if strangers and MANIFEST not in strangers:
             raise UsageError(f"{self.work}: not empty and not a work folder ({strangers[0]}); choose another --work")
+        self._open_until = open_until or {}
         self._lock = self._take_lock()
         try:
             self.manifest = self._open(settings, environment, resume)
@@ -53,6 +64,7 @@ class Job:
                 )
             manifest = self._read(path)
             self._refuse_changes(manifest, settings, environment)
+            manifest["recipe"] = settings
             return manifest
         self.manifest = {
             "version": 1,
@@ -88,7 +100,8 @@ class Job:
         return manifest
 
     def _refuse_changes(self, manifest: dict, settings: dict, environment: dict) -> None:
-        found = changes(manifest["recipe"], settings)
+        still = {key for stage, keys in self._open_until.items() if stage not in manifest["stages"] for key in keys}
+        found = [change for change in changes(manifest["recipe"], settings) if change.split(": ")[0] not in still]
         recorded = manifest["environment"]
         found += [
             f"{key}: {recorded.get(key)} → {environment.get(key)}"

@@ -32,7 +32,7 @@ from compressor.job import Job
 from compressor.measure import quality
 from compressor.models.skeleton import model_config
 from compressor.models.stream import BlockStream
-from compressor.preflight import check_source, refuse_existing, resolve_source, staging_folder
+from compressor.preflight import check_source, refuse_existing, refuse_several, resolve_source, staging_folder
 from compressor.recipe import Recipe
 from compressor.ui import UI
 
@@ -95,6 +95,10 @@ class Run:
         ]
 
 
+OPEN = {"measure": ("proposer.precision", "proposer.precision_loss")}
+"""Keys that matter to no stage before this one: a loss that was too large need not cost the training before it."""
+
+
 def run(
     recipe: Recipe, *, out: Path, work: Path, ui: UI, resume: bool = False, offline: bool = False
 ) -> bundle_api.Bundle:
@@ -104,12 +108,13 @@ def run(
     after an interruption `resume` continues it. Raises CompressError or UsageError with a one-line message.
     """
     out, work = Path(out), Path(work)
+    refuse_several("run")
     refuse_existing(out)
     fmt = formats.get(recipe.quantization.format)
     private_key, public_key = signing.resolve_keys(recipe.bundle.private_key)
     state = Run(recipe, ui, resolve_source(recipe, ui, offline=offline), fmt)
     check_source(state)
-    state.job = job = Job(work, recipe.to_dict(), record.environment(), resume=resume)
+    state.job = job = Job(work, recipe.to_dict(), record.environment(), resume=resume, open_until=OPEN)
     try:
         pin_source(state)
         calibrate(state)

@@ -109,6 +109,8 @@ def stages(job: Job, machine: Machine) -> list[Stage]:
     if recipe.proposer.heal is not None:
         found += plan_training.stages(job, machine, recipe.proposer.heal)
         found.append(_acceptance("healed acceptance", job, machine, weight_bytes, mapped=False))
+    if recipe.proposer.precision != "bf16":
+        found.append(_acceptance("acceptance of the rounded head", job, machine, weight_bytes, mapped=False))
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,6 +47,14 @@ def refuse_existing(out: Path) -> None:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"{out}: exists already; choose another --out or remove it")
     probe_output(out)
+
+
+def refuse_several(command: str) -> None:
+    """Raise UsageError where a launcher (torchrun, accelerate) started several processes of a command that works in
+    one."""
+    size = os.environ.get("WORLD_SIZE", "1")
+    if size.isdecimal() and int(size) > 1:
+        raise UsageError(f"compress {command}: runs in one process, and WORLD_SIZE is {size}")
 
 
 def resolve_source(recipe: Recipe, ui: UI, *, offline: bool) -> source.ResolvedSource:

@@ -20,7 +20,6 @@ from compressor.recipe_training import allowed_loss
 from compressor.train import export, head, passport, precision
 from compressor.train.finish import describe, finish
 from compressor.train.head import Workplace
-from compressor.train.passport import HeadPassport
 
 if TYPE_CHECKING:
     import torch
@@ -45,6 +44,8 @@ def train(state: Run) -> None:
     spec = state.recipe.proposer
     recorded = state.job.stage("propose")
     if spec.path is not None and recorded is None:
+        if spec.precision != "bf16":
+            precision.refuse_unfit(Path(spec.path), spec.precision)
         if spec.heal is not None:  # what cannot be healed is known before the work
             export.load(Path(spec.path), engine.decoder(state.source.folder, dtype=state.dtype))
         state.job.finish("propose", {"files": passport.files(Path(spec.path))})
@@ -52,6 +53,8 @@ def train(state: Run) -> None:
         return
     state.ui.stage("propose")
     decoder = engine.decoder(state.source.folder, dtype=state.dtype)
+    if spec.precision != "bf16":
+        precision.fitting(spec.precision, head.shape_of(decoder, spec.training).widths, "proposer.training")
     place = _workplace(state, decoder, state.source.folder, "training")
     trained = head.make(place, spec.kind, spec.training)
     _keep(state, place, trained, "propose", state.source.uri)
@@ -67,7 +70,7 @@ def heal(state: Run, staging: Path) -> None:
     assert old is not None  # the recipe refuses it otherwise
     # Another seed than training's: its held-out documents are new to the head.
     place = _workplace(state, decoder, staging, "healing", seed=state.recipe.run.seed + 1)
-    healed = head.heal(place, export.load(old, decoder), spec)
+    healed = head.heal(place, export.load(old, decoder), spec, export.layout_of(old))
     _keep(state, place, healed, "heal", state.recipe.name, passport.files(old))
 
 
@@ -110,7 +113,8 @@ def acceptance_of(state: Run, model: torch.nn.Module, folder: Path, target: str,
 
 
 def measure(state: Run, model: torch.nn.Module, staging: Path) -> dict:
-    """Acceptance on the quantized target, before and after healing: `acceptance` is that of the better head."""
+    """Acceptance on the quantized target, before and after healing; `acceptance` is that of the head that goes into the
+    bundle: the better one, in the recipe's precision."""
     entry = {"acceptance": acceptance_of(state, model, staging, "quantized", folder(state))}
     if state.recipe.proposer.heal is not None:
         heal(state, staging)
@@ -126,20 +130,22 @@ def measure(state: Run, model: torch.nn.Module, staging: Path) -> dict:
 
 
 def lower(state: Run, model: torch.nn.Module, staging: Path, before: dict) -> dict:
-    """The head that reached `before` in the recipe's precision, and its acceptance. Raises CompressError where that is
-    more below than the recipe allows."""
+    """Make the head that reached `before` anew in the recipe's precision, and measure that. Raises CompressError where
+    its check loses more than the recipe allows."""
     spec, made = state.recipe.proposer, state.job.path(FOLDERS["lower"])
     chosen = folder(state, _stage(before))
     allowed = allowed_loss(spec.precision, spec.precision_loss)
     assert chosen is not None and allowed is not None  # the recipe refuses it otherwise
     shutil.rmtree(made, ignore_errors=True)
-    precision.lower(chosen, made, spec.precision)
-    after = acceptance_of(state, model, staging, "quantized", made)
-    precision.refuse_loss(chosen, spec.precision, before, after, allowed)
-    old = HeadPassport.load(chosen)
-    if old is not None:
-        passport.write_lowered(made, old, precision=spec.precision, allowed_loss=allowed, before=before, after=after)
+    precision.lower_and_check(
+        *(chosen, made, spec.precision, allowed),
+        decoder=Decoder(model),
+        target=staging,
+        tokenizer=state.tokenizer,
+        ui=state.ui,
+    )
     state.job.finish("lower", {"files": passport.files(made)})
+    after = acceptance_of(state, model, staging, "quantized", made)
     after |= {"precision": spec.precision} | {key: before[key] for key in ("head",) if key in before}
     return {"acceptance": after, "before_lowering": before}
 
@@ -150,7 +156,7 @@ def _stage(measured: dict) -> str:
 
 
 def put(state: Run, staging: Path) -> None:
-    """Copy the head that was found better into the bundle."""
+    """Copy the head that was measured last into the bundle."""
     if not in_bundle(state.recipe.proposer):
         return
     chosen = folder(state, _stage(state.job.result("measure")["acceptance"]))
@@ -165,9 +171,8 @@ def put(state: Run, staging: Path) -> None:
 def _workplace(state: Run, decoder: Decoder, target: Path, name: str, seed: int | None = None) -> Workplace:
     """Resumes by itself: the job has refused changed settings."""
     seed = state.recipe.run.seed if seed is None else seed
-    return Workplace(
-        decoder, state.source.uri, target, state.tokenizer, state.job.path(name), seed, state.ui, resume=True
-    )
+    work, k = state.job.path(name), state.recipe.proposer.num_speculative_tokens
+    return Workplace(decoder, target, state.tokenizer, work, seed, state.ui, True, state.source.uri, k)
 
 
 def _keep(

@@ -19,7 +19,7 @@ from pydantic_core import PydanticCustomError
 from compressor import recipe_text
 from compressor.errors import UsageError
 from compressor.recipe_base import Section, refuse
-from compressor.recipe_training import Heal, Precision, Training, allowed_loss
+from compressor.recipe_training import STATE_LOSS, Heal, Precision, Training, allowed_loss
 
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Glob = Annotated[str, Field(min_length=1)]
@@ -169,8 +169,8 @@ class Proposer(Section):
         default=None,
         ge=0,
         lt=1,
-        description="eagle3: share of the accepted tokens that precision may cost on the quantized target; more is an "
-        "error. null = 0.05 for 8 bits; 4 bits need it.",
+        description="eagle3: share of the accepted tokens that precision may cost in the head's check on the quantized "
+        "target, with inputs in 16 bits; more is an error. null = 0.05 for 8 bits; 4 bits need it.",
     )
     num_speculative_tokens: int = Field(
         default=3,
@@ -206,6 +206,9 @@ class Proposer(Section):
         if unused is not None:
             reason = f"kind {self.kind} does not use it; remove it"
             raise refuse(f"training.{unused}", getattr(self.training, unused), reason)
+        if self.training is not None and self.training.answers.cache_format == "fp8" and self.kind != "eagle3":
+            reason = f"kind {self.kind} reads none of the states that it keeps in fp8; remove it"
+            raise refuse("training.answers.cache_format", "fp8", reason)
         if self.heal is not None and self.kind != "eagle3":
             raise refuse("heal", "…", f"kind {self.kind} is not healed; remove it")
         if self.precision != "bf16" and self.kind != "eagle3":
@@ -213,8 +216,7 @@ class Proposer(Section):
         if self.precision == "bf16" and self.precision_loss is not None:
             raise refuse("precision_loss", self.precision_loss, "precision bf16 costs nothing; remove it")
         if allowed_loss(self.precision, self.precision_loss) is None:
-            reason = "a head in 4 bits can lose much; say in precision_loss which share of accepted tokens it may lose"
-            raise refuse("precision", self.precision, reason)
+            raise refuse("precision", self.precision, f"{STATE_LOSS}, in precision_loss")
         if self.branching is not None and self.kind in ("ngram", "suffix", "none"):
             raise refuse("branching", self.branching, f"kind {self.kind} drafts no tree; remove it")
         return self

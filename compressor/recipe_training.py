@@ -12,6 +12,8 @@ LOWER: tuple[str, ...] = get_args(Precision)[1:]
 USUAL_LOSS = 0.05
 """Of the drafted tokens that are accepted, the share that 8 bits may cost where nothing else is said."""
 
+STATE_LOSS = "a head in 4 bits can lose much; state which share of the accepted tokens it may lose"
+
 
 def allowed_loss(precision: str, stated: float | None) -> float | None:
     """The share of accepted tokens that a `precision` may cost; None for 4 bits where none was `stated`: they can cost
@@ -64,6 +66,8 @@ class Answers(Section):
 
     @model_validator(mode="after")
     def _something_is_left(self) -> Self:
+        if self.cache == "none" and self.cache_format != "bf16":
+            raise refuse("cache_format", self.cache_format, "cache none keeps nothing; remove one of the two")
         if self.held_out >= self.count:
             raise refuse("held_out", self.held_out, f"must be smaller than count ({self.count})")
         return self

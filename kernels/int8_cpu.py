@@ -25,7 +25,8 @@ def fits(in_features: int, dtype: torch.dtype, device: torch.device) -> bool:
 
 
 class Int8Linear(nn.Module):
-    """y = x·(weight · scale)ᵀ + bias: weight int8 [out, in], scale bfloat16 [out], bias bfloat16 [out] or None."""
+    """y = x·(weight · scale)ᵀ + bias: weight int8 [out, in], scale [out], rounded to bfloat16 as the kernel takes it,
+    bias bfloat16 [out] or None."""
 
     weight: Tensor
     scale: Tensor
@@ -44,7 +45,7 @@ class Int8Linear(nn.Module):
             y = torch.ops.aten._weight_int8pack_mm(rows, self.weight, self.scale)
         else:
             y = F.linear(rows, self.weight.to(DTYPE)) * self.scale
-        y = y.reshape(*x.shape[:-1], -1)
+        y = y.reshape(*x.shape[:-1], len(self.scale))
         return y if self.bias is None else y + self.bias
 
 

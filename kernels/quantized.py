@@ -2,6 +2,7 @@
 
 from torch import Tensor, nn
 
+from compressor.errors import CompressError
 from compressor.formats import Format
 from compressor.formats.channel import Channel
 from compressor.kernels import int8_cpu
@@ -20,7 +21,10 @@ def linear(
     if fmt.name == "int8" and int8_cpu.fits(codes.shape[1], dtype, device):
         return int8_cpu.Int8Linear(codes, scale[:, 0], bias), tuple(codes.shape)
     plain = nn.Linear(codes.shape[1], codes.shape[0], bias=bias is not None, device="meta")
-    plain.weight = nn.Parameter(fmt.decode(tensors).to(device, dtype), requires_grad=False)
+    weight = fmt.decode(tensors).to(device, dtype)
+    if not bool(weight.isfinite().all()):
+        raise CompressError(f"decoded from {fmt.name} it holds values that {dtype} cannot")
+    plain.weight = nn.Parameter(weight, requires_grad=False)
     if bias is not None:
         plain.bias = nn.Parameter(bias, requires_grad=False)
     return plain, tuple(codes.shape)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import tiny_models as tiny
@@ -13,6 +14,7 @@ from compressor.bundle import Bundle
 from compressor.decode.law import Law
 from compressor.errors import CompressError, UsageError
 from compressor.recipe import Recipe
+from compressor.train import check
 from compressor.train.passport import HeadPassport, files
 from compressor.ui import NullUI
 
@@ -184,30 +186,51 @@ def test_the_head_goes_into_the_bundle_in_the_precision_that_the_recipe_says(fol
     assert stored["fc.weight"].dtype == torch.int8
     lowering = HeadPassport.load(made.path / "proposer").lowering
     assert (lowering.precision, lowering.allowed_loss) == ("int8", 0.9)
-    assert lowering.files == HeadPassport.load(head).files and lowering.before.tau == rows[1].tau
+    assert lowering.files == HeadPassport.load(head).files
     law = Law(temperature=0.0)
     drafted = made.runner(proposer="eagle3", num_speculative_tokens=2).generate([5, 6, 7, 8], 8, law=law, seed=0)
     assert drafted.token_ids == made.runner(proposer="none").generate([5, 6, 7, 8], 8, law=law, seed=0).token_ids
 
 
-def test_a_precision_that_costs_more_than_the_recipe_allows_stops_the_job(folder, source, head, monkeypatch):
-    real = propose.acceptance_of
+def test_a_precision_that_costs_too_much_stops_the_job_and_another_one_goes_on(folder, source, head, monkeypatch):
+    real = check.check
 
-    def worse(state, model, place, target, proposer):
-        found = real(state, model, place, target, proposer)
-        return found | ({"tau": 1.0} if proposer.name == "lowered" else {"tau": 2.0})
+    def worse(kind, place, *rest, **options):
+        found = real(kind, place, *rest, **options)
+        return replace(found, measured=found.measured | {"tau": 1.0 if place.name == "lowered" else 2.0})
 
-    monkeypatch.setattr(propose, "acceptance_of", worse)
-    with pytest.raises(CompressError, match=r"in fp8 it drafts 1\.000 tokens a cycle, 2\.000 in bf16"):
+    monkeypatch.setattr(check, "check", worse)
+    with pytest.raises(CompressError, match=r"in fp8 the check finds 1\.000 tokens a cycle, 2\.000 before"):
         run(folder, given(folder, source, head, precision="fp8"), "too-low")
     assert not (folder / "too-low").exists()
+    monkeypatch.setattr(pipeline, "quantize_block", None)  # it has been done
+    monkeypatch.setattr(check, "check", real)
+    other = given(folder, source, head, precision="int8", precision_loss=0.9)
+    made = pipeline.run(other, out=folder / "too-low", work=folder / "too-low.work", ui=NullUI(), resume=True)
+    assert HeadPassport.load(made.path / "proposer").lowering.precision == "int8"
+    assert made.passport.recipe["proposer"]["precision"] == "int8"
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_width_that_the_precision_does_not_divide_is_refused_before_any_work(folder, source, head, trained):
+    made = recipe(folder, source, heal=False).to_dict() if trained else given(folder, source, head).to_dict()
+    made["proposer"] |= {"precision": "int4-g128", "precision_loss": 0.5}
+    with pytest.raises(UsageError, match="inputs, which groups of int4-g128 do not divide"):
+        run(folder, Recipe.from_dict(made), f"unfit-{trained}")
+
+
+def test_what_a_job_checks_of_a_lowered_head_is_what_check_head_measures(folder, source, head):
+    longer = {"precision": "int8", "precision_loss": 0.9, "num_speculative_tokens": 5}
+    made = run(folder, given(folder, source, head, **longer), "k5")
+    recorded = HeadPassport.load(made.path / "proposer").check
+    assert (recorded.k, recorded.task, recorded.precision) == (check.K, "head check", "int8")
 
 
 def test_a_head_in_the_speculators_layout_names_the_target_and_drafts(folder, source):
-    made = run(folder, recipe(folder, source, heal=False, layout="speculators"), "speculators")
+    made = run(folder, recipe(folder, source, layout="speculators"), "speculators")
     config = json.loads((made.path / "proposer" / "config.json").read_text())["speculators_config"]
     assert config["verifier"] == {"name_or_path": str(source), "architectures": ["LlamaForCausalLM"]}
-    assert config["proposal_methods"] == [{"proposal_type": "greedy", "speculative_tokens": 3}]
+    assert config["proposal_methods"] == [{"proposal_type": "greedy", "speculative_tokens": 2}]
     assert made.runner(proposer="eagle3", num_speculative_tokens=2).generate(
         [5, 6], 4, law=Law(temperature=0.0), seed=0
     )

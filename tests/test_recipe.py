@@ -365,6 +365,8 @@ REFUSED = {
     "proposer:": "proposer: null is not allowed; must be a mapping",
     "proposer: {prompt_lookup_min: 5}": "prompt_lookup_max: 4 is not allowed: must be at least prompt_lookup_min (5)",
     "proposer: {kind: draft}": "proposer.path: missing; kind draft needs it",
+    "proposer: {kind: medusa, training: {answers: {cache_format: fp8}}}": "cache_format: 'fp8' is not allowed: kind",
+    "proposer: {kind: eagle3, training: {answers: {cache: none, cache_format: fp8}}}": "cache none keeps nothing",
     "proposer: {precision: int8}": "proposer.precision: 'int8' is not allowed: kind ngram keeps its own; remove it",
     "proposer: {kind: eagle3, path: h, precision_loss: 0.1}": "precision_loss: 0.1 is not allowed: precision bf16",
     "proposer: {kind: eagle3, path: h, precision: int4-g64}": "'int4-g64' is not allowed: a head in 4 bits can lose",

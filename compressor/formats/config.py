@@ -88,8 +88,9 @@ def _read(quantization_config: dict, formats: Sequence[Known], targets: Sequence
         raise CompressError(f"quantization_config.config_groups: one group can be read, found {len(groups)}")
     name, group = next(iter(groups.items()))
     where = f"quantization_config.config_groups.{name}"
-    if list(group.get("targets") or ()) not in map(list, targets) or group.get("output_activations"):
-        shown = " or ".join(map(str, map(list, targets)))
+    allowed: list[list[str]] = list(map(list, targets))
+    if group.get("targets") not in allowed or group.get("output_activations"):
+        shown = " or ".join(map(str, allowed))
         raise CompressError(f"{where}: only targets {shown} without output_activations can be read")
     weights, inputs = group["weights"], group["input_activations"]
     fmt = _matching_format(weights, formats, f"{where}.weights")

@@ -275,7 +275,7 @@ def _embedding(settings: Settings, tensors: Tensors, decoder: Decoder) -> Tensor
 
 def _head(settings: Settings, tensors: Tensors, decoder: Decoder, *, reduced: bool) -> Linear:
     """States → logits of the head's own vocabulary, or the target's."""
-    if "lm_head.weight" in tensors or reduced or settings.draft_vocab_size != decoder.vocab_size:
+    if tensors.has_linear("lm_head") or reduced or settings.draft_vocab_size != decoder.vocab_size:
         own = tensors.linear("lm_head", settings.draft_vocab_size, settings.layer.hidden_size)
         return Linear([own], pack=True)
     _must_be_as_wide(settings, decoder, "lm_head")

@@ -17,6 +17,10 @@ from compressor.formats import Format
 from compressor.formats.channel import Channel
 from compressor.kernels import quantized
 
+CHANNEL_SUFFIXES = ("weight", "weight_scale")
+GROUP_SUFFIXES = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_global_scale")
+"""Tensors of a quantized linear on disk, in formats of 8 and of 4 bits."""
+
 
 def logit_scale(path: Path, config: dict[str, Any]) -> float:
     """The field of that name, 1 where it is missing. Raises CompressError for anything but a finite number."""
@@ -80,6 +84,10 @@ class Tensors:
     def __contains__(self, name: str) -> bool:
         return name in self._stored
 
+    def has_linear(self, name: str) -> bool:
+        """Whether the layer `name` is stored, plain or quantized."""
+        return f"{name}.weight" in self or f"{name}.weight_scale" in self
+
     def raw(self, name: str) -> Tensor:
         """As it is stored. Raises CompressError for a tensor that is not there."""
         if name not in self._stored:
@@ -138,9 +146,8 @@ class Tensors:
                 "quantization_config that says how to read it"
             )
         own = self.take(f"{name}.bias", shape[:1]) if bias else None
-        prefix = f"{name}."
-        suffixes = [found.removeprefix(prefix) for found in self._stored if found.startswith(prefix)]
-        tensors = {suffix: self.raw(prefix + suffix) for suffix in suffixes if suffix != "bias"}
+        own_suffixes = CHANNEL_SUFFIXES if isinstance(self._fmt, Channel) else GROUP_SUFFIXES
+        tensors = {suffix: self.raw(f"{name}.{suffix}") for suffix in own_suffixes if f"{name}.{suffix}" in self}
         try:
             layer, found = quantized.linear(self._fmt, tensors, own, dtype=self._dtype, device=self._device)
         except CompressError as error:

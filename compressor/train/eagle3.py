@@ -33,6 +33,14 @@ class HeadShape:
     max_position_embeddings: int
     norm_before_residual: bool = True
 
+    @property
+    def widths(self) -> dict[str, int]:
+        """Inputs of the linears, by name."""
+        hidden = self.hidden_size
+        widths = {"fc": len(self.aux) * hidden, "q_proj, k_proj and v_proj": 2 * hidden}
+        widths |= {"o_proj": self.num_attention_heads * self.head_dim, "gate_proj, up_proj and lm_head": hidden}
+        return widths | {"down_proj": self.intermediate_size}
+
 
 class RMSNorm(nn.Module):
     """In float32 throughout; what reads it rounds."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from compressor.checkpoint import writer
-from compressor.checkpoint.config import CONFIG
+from compressor.checkpoint.config import CONFIG, read_json_object
 from compressor.checkpoint.reader import SINGLE_NAME, ShardReader
 from compressor.decode.decoder import Decoder
 from compressor.errors import UsageError, naming
@@ -51,6 +51,11 @@ def write(
     writer.save_atomic(folder / SINGLE_NAME, found, {"format": "pt"})
     with naming(folder / CONFIG):
         (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+
+
+def layout_of(folder: Path) -> Layout:
+    """Of the head in `folder`."""
+    return "speculators" if "speculators_model_type" in read_json_object(folder / CONFIG) else "vllm"
 
 
 def load(folder: Path, decoder: Decoder) -> Eagle3Head:

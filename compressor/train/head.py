@@ -14,7 +14,7 @@ from compressor.decode.decoder import Decoder
 from compressor.errors import CompressError, UsageError
 from compressor.proposers.eagle3 import default_aux
 from compressor.recipe_training import Answers, Heal, Training
-from compressor.train import check, draft, export, medusa, start, states
+from compressor.train import check, draft, export, medusa, processes, start, states
 from compressor.train import documents as texts
 from compressor.train.corpus import Document
 from compressor.train.eagle3 import Eagle3Head, HeadShape
@@ -83,17 +83,18 @@ def shape_of(decoder: Decoder, spec: Training) -> HeadShape:
 
 @dataclass(frozen=True)
 class Workplace:
-    """Where a proposer is trained: `decoder` is the target in the folder `target`, known as `name`; `folder` keeps
-    everything that a killed run need not do again."""
+    """Where a proposer is trained: `decoder` is the target in the folder `target`; `folder` keeps everything that a
+    killed run need not do again. `name` of the target and `k`, tokens a draft, are for exported configs."""
 
     decoder: Decoder
-    name: str
     target: Path
     tokenizer: Any
     folder: Path
     seed: int
     ui: UI
     resume: bool = False
+    name: str = ""
+    k: int = 3
 
     def documents(self, spec: Answers) -> tuple[list[Document], dict[str, Any]]:
         self.ui.stage("prompts and answers")
@@ -120,12 +121,12 @@ def make(place: Workplace, kind: str, spec: Training) -> Trained:
     return _fit(place, task, documents, source, spec, aux, write)
 
 
-def heal(place: Workplace, head: Eagle3Head, spec: Heal) -> Trained:
-    """Fine-tune `head`, of another form of the target, on what this one answers."""
+def heal(place: Workplace, head: Eagle3Head, spec: Heal, layout: export.Layout) -> Trained:
+    """Fine-tune `head`, of another form of the target, on what this one answers; it is written in `layout`."""
     _check_target(place.decoder)
     documents, source = place.documents(spec.answers)
     task = Eagle3Task(head, output_weight(place.decoder, head.target_ids), steps=spec.unroll, decay=spec.decay)
-    return _fit(place, task, documents, source, spec, head.shape.aux, partial(export.write, head))
+    return _fit(place, task, documents, source, spec, head.shape.aux, _exporting(place, head, layout))
 
 
 def _check_target(decoder: Decoder) -> None:
@@ -146,15 +147,20 @@ def _eagle3(place: Workplace, spec: Training, documents: Sequence[Document]) -> 
             nn.init.normal_(value, std=INITIAL_STD)
     output = output_weight(decoder, ids)
     start.take_over(head, output.float(), decoder.norm.weight.float())
-    write = partial(
+    task = Eagle3Task(head, output, steps=spec.unroll, decay=spec.decay)
+    return task, shape.aux, _exporting(place, head, spec.layout)
+
+
+def _exporting(place: Workplace, head: Eagle3Head, layout: export.Layout) -> Callable[[Path], None]:
+    architectures = place.decoder.config.architectures
+    return partial(
         export.write,
         head,
-        layout=spec.layout,
+        layout=layout,
         verifier=place.name,
-        architectures=decoder.config.architectures,
-        num_speculative_tokens=spec.unroll,
+        architectures=architectures,
+        num_speculative_tokens=place.k,
     )
-    return Eagle3Task(head, output, steps=spec.unroll, decay=spec.decay), shape.aux, write
 
 
 def _medusa(place: Workplace, spec: Training, documents: Sequence[Document]) -> Begun:
@@ -205,6 +211,7 @@ def _fit(
         "digest": texts.digest(documents),
         "teacher_agreement": agreement,
         "draft_vocabulary_coverage": 1.0 if known is None else start.coverage(documents, (known >= 0).nonzero()[:, 0]),
+        "processes": processes.count(),
         "history": history,
     }
     judged = [documents[index] for index in held_out[: check.PROMPTS]]
@@ -231,9 +238,10 @@ def states_of(
     fp8 = spec.cache_format == "fp8"
     cache = states.StateCache(folder / "states", lengths, decoder.config.hidden_size, len(aux) + 1, fp8=fp8)
     if cache.nbytes > spec.cache_bytes:
+        smaller = "set cache_format: fp8 or cache: none" if aux and not fp8 else "set cache: none"
         raise UsageError(
             f"answers.cache_bytes: the states of {sum(lengths)} tokens take {cache.nbytes} bytes, the budget is "
-            f"{spec.cache_bytes}; raise it, set cache_format: fp8 or cache: none, or ask for fewer answers"
+            f"{spec.cache_bytes}; raise it, {smaller}, or ask for fewer answers"
         )
     ui.note(f"hidden states: {cache.nbytes / 1e9:.2f} GB in {cache.folder}")
     cache.fill(read, ui)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
@@ -76,7 +77,7 @@ def train(
     `task(documents, states)` gives the loss and a `Tally`. `folder` keeps the last and the best checkpoint. Returns the
     history: one entry a look at the held-out documents, {step, tokens, loss, conditional, tau, seconds}, where `tokens`
     counts those trained on so far, with repetitions; the first is from before the first step and has no loss (None).
-    Called by every process of accelerate's launcher, each takes its share of the batches.
+    Called by every process of a launcher: each step takes `accumulation` batches of every one.
 
     Raises CompressError for a loss or a gradient that is not finite, OSError for a disk that is full; the last
     checkpoint then stands.
@@ -99,6 +100,7 @@ class _Training:
             cpu=not torch.cuda.is_available(),
             mixed_precision="bf16",
             gradient_accumulation_steps=schedule.accumulation,
+            kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],  # embedding and output are frozen
         )
         self.documents, self.states, self.schedule, self.folder, self.ui = documents, states, schedule, folder, ui
         kept = set(held_out)
@@ -247,6 +249,7 @@ class _Training:
                     tensors[f"optimizer.{key}.{name}"] = part
         state = {
             "schedule": asdict(self.schedule),
+            "processes": self.accelerator.num_processes,
             "step": self.step,
             "tokens": self.tokens,
             "seconds": self.seconds,
@@ -264,6 +267,9 @@ class _Training:
             raise CompressError(f"{path}: not a usable checkpoint ({error}); remove {path.parent}") from None
         if not weights_only and state["schedule"] != asdict(self.schedule):
             raise UsageError(f"{path}: was trained with another schedule; train anew, or with the same one")
+        before, now = state.get("processes", 1), self.accelerator.num_processes
+        if not weights_only and before != now:
+            raise UsageError(f"{path}: was trained by {before} processes, this run has {now}; start as many")
         with torch.no_grad():
             for name, value in self.named.items():
                 value.copy_(tensors.pop(f"weights.{name}").to(value.device))

@@ -105,24 +105,19 @@ def write_lowered(
     folder: Path,
     old: HeadPassport,
     *,
-    precision: str,
-    allowed_loss: float,
-    before: dict[str, Any],
-    after: dict[str, Any],
-) -> HeadPassport:
-    """Write the passport of the head in `folder`, made from the one of passport `old`. `before` and `after`: see
-    `acceptance.measure`."""
-    lowering = {"precision": precision, "files": old.files, "allowed_loss": allowed_loss}
+    lowering: dict[str, Any],
+    check: dict[str, Any],
+) -> None:
+    """Write the passport of the head in `folder`, made from the one of passport `old`. `lowering`, `check`: its
+    fields."""
     changed = {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "check": {**after, "evidence": MEASURED},
-        "lowering": {**lowering, "before": {**before, "evidence": MEASURED}},
+        "check": check,
+        "lowering": lowering,
         "environment": environment.capture(),
         "files": files(folder),
     }
-    passport = HeadPassport.model_validate(old.model_dump() | changed)
-    _save(folder, passport)
-    return passport
+    _save(folder, HeadPassport.model_validate(old.model_dump() | changed))
 
 
 def _save(folder: Path, passport: HeadPassport) -> None:

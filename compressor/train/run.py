@@ -12,10 +12,10 @@ from compressor.checkpoint.tokenizer import load_tokenizer
 from compressor.decode import engine
 from compressor.errors import UsageError
 from compressor.job import Job
-from compressor.preflight import refuse_existing, resolve_source, staging_folder
+from compressor.preflight import refuse_existing, refuse_several, resolve_source, staging_folder
 from compressor.recipe import Recipe
-from compressor.recipe_training import Heal, allowed_loss
-from compressor.train import check, export, head, passport, precision
+from compressor.recipe_training import STATE_LOSS, Heal, allowed_loss
+from compressor.train import export, head, passport, precision
 from compressor.train.finish import describe, finish
 from compressor.train.head import Trained, Workplace
 from compressor.train.passport import HeadPassport
@@ -29,7 +29,7 @@ def train(
     """Train the head that `proposer.training` describes for the full-precision target, and put it at `out`.
 
     `work` keeps answers, states and checkpoints until then; an interrupted run goes on with `resume`. Called in every
-    process of accelerate's launcher, which share the optimizer's steps; all but the first return None. Raises
+    process of a launcher, each of which adds its batches to every step; all but the first return None. Raises
     UsageError for a recipe without a training section and for an `out` that is there already; CompressError as the
     parts do.
     """
@@ -37,30 +37,36 @@ def train(
     kind = recipe.proposer.kind
     if spec is None:
         raise UsageError("proposer.training: missing, and nothing else is trained; add the section")
-    refuse_existing(out)
     with first_goes_ahead():
+        if is_first():
+            refuse_existing(out)
         resolved = resolve_source(recipe, ui, offline=offline)
     decoder = engine.decoder(resolved.folder, dtype=getattr(torch, recipe.source.dtype))
-    if not is_first():
-        place = Workplace(
-            decoder, resolved.uri, resolved.folder, load_tokenizer(resolved.folder), work, recipe.run.seed, ui, resume
-        )
-        head.make(place, kind, spec)
-        return None
-    job = Job(work, recipe.to_dict(), record.environment(), resume=resume)
+    target = describe(decoder, resolved.uri, resolved.folder)
+    with first_goes_ahead():
+        job = _begin(work, recipe, target, resume) if is_first() else None
+    tokenizer, k = load_tokenizer(resolved.folder), recipe.proposer.num_speculative_tokens
+    place = Workplace(decoder, resolved.folder, tokenizer, work, recipe.run.seed, ui, resume, resolved.uri, k)
     try:
-        target = describe(decoder, resolved.uri, resolved.folder)
-        if job.stage("source") not in (None, target):
-            raise UsageError(f"{work}: cannot resume, the source's files changed since it started")
-        job.finish("source", target)
-        tokenizer = load_tokenizer(resolved.folder)
-        place = Workplace(decoder, resolved.uri, resolved.folder, tokenizer, job.work, recipe.run.seed, ui, resume)
         trained = head.make(place, kind, spec)
+        if job is None:
+            return None
         found = _export(trained, place, out, kind=kind, target=target, recipe=recipe.to_dict())
     finally:
-        job.close()
+        if job is not None:
+            job.close()
     shutil.rmtree(work)
     return found
+
+
+def _begin(work: Path, recipe: Recipe, target: dict[str, Any], resume: bool) -> Job:
+    """The work folder of a training. Raises UsageError for one that was begun with other files of the source."""
+    job = Job(work, recipe.to_dict(), record.environment(), resume=resume)
+    if job.stage("source") not in (None, target):
+        job.close()
+        raise UsageError(f"{work}: cannot resume, the source's files changed since it started")
+    job.finish("source", target)
+    return job
 
 
 def heal(
@@ -70,6 +76,7 @@ def heal(
 
     Raises UsageError for an `out` that is there already and for a `work` that holds something else.
     """
+    refuse_several("heal")
     refuse_existing(out)
     decoder = engine.decoder(target)
     module = export.load(old, decoder)
@@ -79,8 +86,8 @@ def heal(
     job = Job(work, {**settings, "head": origin, "target": described}, record.environment(), resume=resume)
     try:
         # Another seed than training's: its held-out documents are new to the head.
-        place = Workplace(decoder, target.name, target, load_tokenizer(target), work, seed + 1, ui, resume)
-        trained = head.heal(place, module, spec)
+        place = Workplace(decoder, target, load_tokenizer(target), work, seed + 1, ui, resume, target.name)
+        trained = head.heal(place, module, spec, export.layout_of(old))
         found = _export(trained, place, out, kind="eagle3", target=described, recipe=settings, healed_from=origin)
     finally:
         job.close()
@@ -98,32 +105,23 @@ def lower(target: Path, old: Path, out: Path, to: str, loss: float | None, ui: U
     refuse_existing(out)
     allowed = allowed_loss(to, loss)
     if allowed is None:
-        raise UsageError(
-            f"precision {to}: a head in 4 bits can lose much; say with --max-loss which share of the accepted tokens "
-            "it may lose"
-        )
-    described = passport.HeadPassport.load(old)
-    if described is not None:
-        passport.refuse_changed(old, described)
-    decoder, prompts = engine.decoder(target), check.usual_prompts(load_tokenizer(target))
+        raise UsageError(f"precision {to}: {STATE_LOSS}; say it with --max-loss")
+    described = HeadPassport.load(old)
+    if described is not None and described.kind != "eagle3":
+        raise UsageError(f"{old}: its passport calls it a proposer of kind {described.kind}; an EAGLE-3 head is needed")
+    precision.refuse_unfit(old, to)
+    decoder, tokenizer = engine.decoder(target), load_tokenizer(target)
     staging = staging_folder(out)
     try:
-        precision.lower(old, staging, to)
-        before, after = (
-            check.check("eagle3", place, decoder, target, prompts, least_first=0, ui=ui).measured
-            for place in (old, staging)
+        before, after = precision.lower_and_check(
+            old, staging, to, allowed, decoder=decoder, target=target, tokenizer=tokenizer, ui=ui
         )
-        precision.refuse_loss(old, to, before, after, allowed)
-        found = None
-        if described is not None:
-            written = passport.write_lowered(
-                staging, described, precision=to, allowed_loss=allowed, before=before, after=after
-            )
-            found = written.model_dump(mode="json")
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise
     _rename(staging, out)
+    written = HeadPassport.load(out)
+    found = None if written is None else written.model_dump(mode="json")
     return {"before": before, "after": after, "files": passport.files(out), "passport": found}
 
 

@@ -80,11 +80,14 @@ class StateCache:
         writer.ensure_space(self.folder, tokens * self.nbytes // sum(self.lengths))
         with ui.progress("hidden states", tokens) as bar:
             for shard in missing:
-                found: list[Tensor] = []
+                found: list[dict[str, Tensor]] = []
                 for batch in batches_of([self.lengths[index] for index in self.shards[shard]], READ_TOKENS):
-                    found += read([self.shards[shard][i] for i in batch])
+                    states = torch.cat(read([self.shards[shard][i] for i in batch])).to(DTYPE)
+                    found.append(self._encode(states))
                     bar.advance(sum(self.lengths[self.shards[shard][i]] for i in batch))
-                writer.save_atomic(self._file(shard), self._encode(torch.cat(found).to(DTYPE)))
+                writer.save_atomic(
+                    self._file(shard), {name: torch.cat([part[name] for part in found]) for name in found[0]}
+                )
 
     def __call__(self, indices: Sequence[int]) -> list[Tensor]:
         """The states [n, width] of documents."""
@@ -101,6 +104,8 @@ class StateCache:
         """States [n, width] → the shard's tensors, a row a token."""
         if not self.fp8:
             return {"states": states}
+        if not bool(states.isfinite().all()):
+            raise CompressError("hidden states: NaN or Inf among the target's; fp8 cannot keep them, nor a head learn")
         low = FP8.encode(states[:, : -self.hidden].reshape(-1, self.hidden))
         last = states[:, -self.hidden :].contiguous()
         return {"states": last, **{name: kept.view(len(states), -1) for name, kept in low.items()}}

@@ -76,6 +76,7 @@ def test_a_heads_configuration_is_read_back(name):
         ([], "is not an object"),
         ({"quant_method": "gguf"}, "quant_method: 'compressed-tensors' expected"),
         ({"config_groups": {"a": {"targets": ["Embedding"]}}}, "only targets"),
+        ({"config_groups": {"a": {"targets": 5}}}, "only targets"),
     ],
 )
 def test_another_configuration_of_a_head_is_refused(change, message):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from compressor.errors import CompressError
 from compressor.formats.channel import FORMATS
 from compressor.kernels import int8_cpu, quantized
 
@@ -30,6 +31,7 @@ def test_products_are_those_of_the_decoded_weight(count, bias):
 
 def test_leading_dimensions_are_kept():
     assert layer()[0](torch.zeros(2, 3, 80).bfloat16()).shape == (2, 3, 48)
+    assert layer()[0](torch.zeros(0, 80).bfloat16()).shape == (0, 48)
 
 
 def test_joined_layers_give_the_same_outputs_side_by_side():
@@ -49,3 +51,9 @@ def test_without_a_kernel_that_can_run_it_the_weight_is_decoded(name, dtype, col
     stored = FORMATS[name].encode(torch.randn(8, cols, generator=torch.Generator().manual_seed(0)).bfloat16())
     linear, shape = quantized.linear(FORMATS[name], stored, None, dtype=dtype, device=CPU)
     assert shape == (8, cols) and torch.equal(linear.weight, FORMATS[name].decode(stored).to(dtype))
+
+
+def test_a_weight_that_the_dtype_cannot_hold_is_refused():
+    stored = FORMATS["fp8"].encode(torch.full((8, 16), 1e5))
+    with pytest.raises(CompressError, match=r"decoded from fp8 it holds values that torch\.float16 cannot"):
+        quantized.linear(FORMATS["fp8"], stored, None, dtype=torch.float16, device=CPU)

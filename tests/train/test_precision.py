@@ -86,7 +86,7 @@ def test_another_precision_is_refused(head, tmp_path, to):
 
 
 def test_groups_that_do_not_divide_the_width_are_refused(head, tmp_path):
-    with pytest.raises(CompressError, match=r"fc: in_features 192 is not a multiple of int4-g128's group"):
+    with pytest.raises(UsageError, match=r"fc.weight has 192 inputs, which groups of int4-g128 do not divide"):
         precision.lower(head, tmp_path / "out", "int4-g128")
 
 
@@ -115,6 +115,7 @@ def damaged(head, folder, change):
         ),
         (lambda tensors, config: tensors["lm_head.weight_scale"].fill_(float("inf")), "infinite values"),
         (lambda tensors, config: config["quantization_config"].update(format="x"), "config.json: quantization_config"),
+        (lambda tensors, config: tensors.update({"fc.input_scale": torch.ones(1)}), "'fc.input_scale' is not part of"),
     ],
 )
 def test_a_damaged_lowered_head_is_refused_by_name(decoder, head, tmp_path, change, message):
@@ -129,7 +130,57 @@ def test_4_bits_need_a_stated_loss():
 
 def test_more_loss_than_allowed_is_refused(head):
     precision.refuse_loss(head, "int8", {"tau": 2.0}, {"tau": 1.96}, 0.05)
-    with pytest.raises(
-        CompressError, match=r"in int8 it drafts 1\.940 tokens a cycle, 2\.000 in bf16: a loss of 6\.0%"
-    ):
+    with pytest.raises(CompressError, match=r"the check finds 1\.940 tokens a cycle, 2\.000 before: a loss of 6\.0%"):
         precision.refuse_loss(head, "int8", {"tau": 2.0}, {"tau": 1.94}, 0.05)
+
+
+def stored(head, folder, **changes):
+    """The head with other tensors in `folder`."""
+    folder.mkdir()
+    save_file(load_file(head / "model.safetensors") | changes, folder / "model.safetensors")
+    (folder / "config.json").write_text((head / "config.json").read_text())
+    return folder
+
+
+def test_an_embedding_and_what_is_no_weight_keep_their_dtype(decoder, head, tmp_path):
+    own = decoder.embedding.weight.detach().bfloat16().contiguous()
+    extra = {"embed_tokens.weight": own, "mask_hidden": torch.zeros(1, 192, dtype=torch.bfloat16)}
+    precision.lower(stored(head, tmp_path / "own", **extra), tmp_path / "low", "int8")
+    found = load_file(tmp_path / "low" / "model.safetensors")
+    assert all(torch.equal(found[name], value) for name, value in extra.items())
+    assert states(tmp_path / "low", decoder).isfinite().any()
+
+
+@pytest.mark.parametrize("to", LOWEST)
+def test_a_head_with_the_whole_vocabulary_is_lowered_too(decoder, tmp_path, to):
+    export.write(random_head(decoder, size=decoder.vocab_size), tmp_path / "head")
+    tensors = load_file(tmp_path / "head" / "model.safetensors")
+    save_file(
+        {name: value for name, value in tensors.items() if name not in ("d2t", "t2d")},
+        tmp_path / "head" / "model.safetensors",
+    )
+    precision.lower(tmp_path / "head", tmp_path / "low", to)
+    change = states(tmp_path / "low", decoder) - states(tmp_path / "head", decoder)
+    assert 0 < float(change.norm()) < LOWEST[to] * float(states(tmp_path / "head", decoder).norm())
+
+
+def test_a_sharded_head_becomes_one_file(decoder, head, tmp_path):
+    tensors = load_file(head / "model.safetensors")
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    (folder / "config.json").write_text((head / "config.json").read_text())
+    files = {"a.safetensors": {"fc.weight": tensors.pop("fc.weight")}, "b.safetensors": tensors}
+    for name, part in files.items():
+        save_file(part, folder / name)
+    places = {tensor: name for name, part in files.items() for tensor in part}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    precision.lower(folder, tmp_path / "low", "int8")
+    precision.lower(head, tmp_path / "whole", "int8")
+    assert torch.equal(states(tmp_path / "low", decoder), states(tmp_path / "whole", decoder))
+
+
+def test_a_nan_is_named(head, tmp_path):
+    broken = stored(head, tmp_path / "nan", **{"fc.weight": torch.full((64, 192), float("nan"))})
+    with pytest.raises(CompressError, match=r"nan/model\.safetensors: tensor 'fc\.weight' holds 12288 NaN"):
+        precision.lower(broken, tmp_path / "low", "int8")
+    assert not (tmp_path / "low" / "config.json").exists()

@@ -229,8 +229,8 @@ def test_a_source_that_changed_meanwhile_is_not_resumed(target, tmp_path, monkey
 def test_a_head_that_is_exported_wrongly_is_refused_and_the_work_is_kept(target, tmp_path, monkeypatch):
     original = export.write
 
-    def write(head, folder):
-        original(head, folder)
+    def write(head, folder, **options):
+        original(head, folder, **options)
         tensors = load_file(folder / "model.safetensors")
         tensors["lm_head.weight"] = tensors["lm_head.weight"].roll(1, 0)
         save_file(tensors, folder / "model.safetensors")
@@ -276,9 +276,9 @@ def test_a_head_without_a_passport_is_lowered_without_one(target, trained, tmp_p
 @pytest.mark.parametrize(
     ("options", "code", "message"),
     [
-        (["--precision", "int4-g32"], 2, "say with --max-loss which share"),
-        (["--precision", "int5"], 2, "--precision: 'int5' is not one of fp8, int8"),
-        (["--precision", "int4-g128", "--max-loss", "0.9"], 1, "is not a multiple of int4-g128's group"),
+        (["--precision", "int4-g32"], 2, "say it with --max-loss"),
+        (["--precision", "int5"], 2, "precision: 'int5' is not one of fp8, int8"),
+        (["--precision", "int4-g128", "--max-loss", "0.9"], 2, "which groups of int4-g128 do not divide"),
     ],
 )
 def test_a_head_is_not_lowered_unawares(target, trained, tmp_path, options, code, message):
@@ -297,3 +297,11 @@ def test_a_head_that_lost_more_than_allowed_is_not_written(target, trained, tmp_
     code, output = lower(target, trained / "head", tmp_path / "low", "--precision", "int8")
     assert code == 1 and "a loss of 100.0% of the accepted ones, 5.0% is allowed" in output
     assert not list(tmp_path.iterdir())
+
+
+def test_a_proposer_of_another_kind_is_not_lowered(target, trained, tmp_path):
+    head = shutil.copytree(trained / "head", tmp_path / "head")
+    passport = json.loads((head / "passport.json").read_text())
+    (head / "passport.json").write_text(json.dumps(passport | {"kind": "draft"}))
+    code, output = lower(target, head, tmp_path / "low", "--precision", "int8")
+    assert code == 2 and "its passport calls it a proposer of kind draft" in output
