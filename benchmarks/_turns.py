@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from compressor.decode import Decoder, Law, Runner
-from compressor.decode.length import Fixed
+from compressor.decode.length import Length
 from compressor.proposers.base import Proposer
 
 GREEDY = Law(temperature=0.0)
@@ -42,22 +42,31 @@ def take_turns(
             yield number, name, runs
 
 
-class Watched(Fixed):
-    """Notes what each cycle took: (drafting, the target's pass) in seconds."""
+class Watched:
+    """A draft's length as `of` chooses it, with a note of what each cycle took: (drafting, the target's pass) in
+    seconds."""
 
-    def __init__(self, k: int) -> None:
-        super().__init__(k)
+    def __init__(self, of: Length) -> None:
+        self.of, self.limit = of, of.limit
         self.parts: list[tuple[float, float]] = []
 
+    @property
+    def confidence(self) -> float:
+        return self.of.confidence
+
+    def choose(self) -> int:
+        return self.of.choose()
+
     def record(self, cycles: Sequence[tuple[int, int]], seconds: tuple[float, float] | None) -> None:
+        self.of.record(cycles, seconds)
         if seconds is not None:  # None: the pass read the prompt
             self.parts.append(seconds)
 
 
-def watched(decoder: Decoder, proposer: Proposer | None, k: int) -> Engine:
-    """Our runner, greedy; each run also has its cycles after the first token, the tokens accepted in them, and the
-    seconds of the first draft, which reads the prompt, of the later ones, and of the target's passes."""
-    length = Watched(k)
+def watched(decoder: Decoder, proposer: Proposer | None, of: Length) -> Engine:
+    """Our runner, greedy; each run also has its cycles after the first token, the tokens drafted and accepted in them,
+    and the seconds of the first draft, which reads the prompt, of the later ones, and of the target's passes."""
+    length = Watched(of)
     runner = Runner(decoder, proposer, length)
 
     def run(rows: list[list[int]], tokens: int) -> list[Run]:
@@ -69,7 +78,7 @@ def watched(decoder: Decoder, proposer: Proposer | None, k: int) -> Engine:
                 first, output = first or time.perf_counter(), step[1]
             runs.append(timing(len(output.token_ids), start, first, time.perf_counter()))
             drafting = [seconds for seconds, _ in length.parts]
-            runs[-1] |= {"cycles": len(length.parts), "accepted": output.accepted}
+            runs[-1] |= {"cycles": len(length.parts), "accepted": output.accepted, "drafted": output.proposed}
             runs[-1] |= {"first_draft": sum(drafting[:1]), "later_drafts": sum(drafting[1:])}
             runs[-1] |= {"passes": sum(seconds for _, seconds in length.parts)}
         return runs
@@ -77,13 +86,14 @@ def watched(decoder: Decoder, proposer: Proposer | None, k: int) -> Engine:
     return run
 
 
-def terms(alone: list[Run], fast: list[Run], k: int) -> dict[str, float]:
+def terms(alone: list[Run], fast: list[Run]) -> dict[str, float]:
     """Where the time of `fast` goes in units of a step of the target `alone`, over the runs of one round.
 
-    - `E`: verified tokens a cycle, with those that the length limit cuts from the end; `kept`: without them.
-    - A cycle takes 1 + k·c + v + h steps. `c`: a drafted token; `v`: the pass of k + 1 tokens beyond that of one; `h`:
-      the rest, which is the bookkeeping of a cycle beyond that of a step, and `reading`, the proposer's reading of the
-      prompt, spread over the cycles of the answer.
+    - `k`: drafted tokens a cycle. `E`: verified tokens a cycle, with those that the length limit cuts from the end;
+      `kept`: without them.
+    - A cycle takes 1 + k·c + v + h steps. `c`: a drafted token; `v`: the pass over a draft beyond that over one token;
+      `h`: the rest, which is the bookkeeping of a cycle beyond that of a step, and `reading`, the proposer's reading of
+      the prompt, spread over the cycles of the answer.
     - `S_by_terms` = E / (1 + k·c + v + h), and `S`, the rate of `fast` by that of `alone`.
     """
 
@@ -98,7 +108,8 @@ def terms(alone: list[Run], fast: list[Run], k: int) -> dict[str, float]:
     cycle, verify = total(fast, "decode_seconds") / cycles, total(fast, "passes") / cycles
     draft = total(fast, "later_drafts") / later  # the first one also reads the prompt
     reading = (total(fast, "first_draft") - draft * (cycles - later)) / cycles
-    found = {"E": 1 + total(fast, "accepted") / cycles, "kept": (total(fast, "tokens") - len(fast)) / cycles}
+    k = total(fast, "drafted") / cycles
+    found = {"k": k, "E": 1 + total(fast, "accepted") / cycles, "kept": (total(fast, "tokens") - len(fast)) / cycles}
     found |= {"c": draft / k / step, "v": (verify - one) / step, "h": (cycle - draft - verify - step + one) / step}
     found |= {"reading": reading / step, "milliseconds_a_step": 1e3 * step}
     found["S_by_terms"] = found["E"] / (1 + k * found["c"] + found["v"] + found["h"])

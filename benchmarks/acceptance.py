@@ -6,6 +6,7 @@
         [--baseline TARGET2]       the same proposer before another target: what a quantization did to acceptance
         [--vllm-python PYTHON]     the same prompts in vLLM, with the head and without
         [--seconds] [--rounds 5]   tokens a second, and the terms that explain them
+        [--adaptive]               of drafts as deep as pays, too
 
     acceptance.py MODEL eagle3:HEAD --data DATA --dtype float32 --check-equal 20
     acceptance.py MODEL eagle3:HEAD --data DATA --vllm-python vllm-env/bin/python --json acceptance.json
@@ -31,7 +32,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -44,6 +45,7 @@ from compressor.calibration.prompts import encode
 from compressor.checkpoint.config import read_config
 from compressor.checkpoint.tokenizer import load_tokenizer
 from compressor.decode import Decoder, Output, Runner, engine
+from compressor.decode.length import Adaptive, Fixed
 from compressor.errors import CompressError
 from compressor.measure import economics
 from compressor.measure.acceptance import BOOTSTRAP_SAMPLES, measure, summarize
@@ -59,6 +61,7 @@ ROOM = 64
 Prompts = dict[str, list[list[int]]]
 """Token ids by task."""
 Answers = dict[str, list[Output]]
+ADAPTIVE = ", adaptive"
 
 
 def questions(data: Path, wanted: int) -> dict[str, list[str]]:
@@ -236,8 +239,10 @@ def seconds(
 ) -> dict[str, Any]:
     """By target, then by task and over all: medians of `terms` over the rounds, and S were all free but drafting."""
     engines: dict[str, Engine] = {}
+    lengths = {"": lambda: Fixed(args.k)} | ({ADAPTIVE: lambda: Adaptive(args.k)} if args.adaptive else {})
     for name, (decoder, proposer) in targets.items():
-        engines |= {f"{name} alone": watched(decoder, None, 0), name: watched(decoder, proposer, args.k)}
+        engines[f"{name} alone"] = watched(decoder, None, Fixed(0))
+        engines |= {name + suffix: watched(decoder, proposer, length()) for suffix, length in lengths.items()}
     rounds: list[dict[str, dict[str, list[Run]]]] = [{} for _ in range(args.rounds)]
     for number, task, runs in take_turns(engines, prompts, args.tokens, args.rounds):
         if number >= 0:
@@ -246,15 +251,17 @@ def seconds(
     for tasks in rounds:
         tasks["all"] = {key: [run for runs in tasks.values() for run in runs[key]] for key in engines}
     found: dict[str, Any] = {}
-    for name in targets:
-        found[name] = {}
+    for name, suffix in product(targets, lengths):
+        found[name + suffix] = {}
         for task in (*prompts, "all"):
-            seen = [terms(tasks[task][f"{name} alone"], tasks[task][name], args.k) for tasks in rounds]
+            seen = [terms(tasks[task][f"{name} alone"], tasks[task][name + suffix]) for tasks in rounds]
             entry = {key: median(each[key] for each in seen) for key in seen[0]}
-            outputs = answers[name].get(task) or [output for rows in answers[name].values() for output in rows]
-            entry["S_if_verifying_costs_a_step"] = economics.speedup(alpha(outputs, args.k), args.k, entry["c"])
-            found[name][task] = entry | {"S_of_rounds": [each["S"] for each in seen]}
-            print(f"{name} {task}: " + ", ".join(f"{key} {value:.3f}" for key, value in entry.items()), flush=True)
+            if not suffix:
+                outputs = answers[name].get(task) or [output for rows in answers[name].values() for output in rows]
+                entry["S_if_verifying_costs_a_step"] = economics.speedup(alpha(outputs, args.k), args.k, entry["c"])
+            found[name + suffix][task] = entry | {"S_of_rounds": [each["S"] for each in seen]}
+            shown_terms = ", ".join(f"{key} {value:.3f}" for key, value in entry.items())
+            print(f"{name}{suffix} {task}: {shown_terms}", flush=True)
     return found
 
 
@@ -310,6 +317,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--baseline", type=Path)
     parser.add_argument("--vllm-python")
     parser.add_argument("--seconds", action="store_true")
+    parser.add_argument("--adaptive", action="store_true", help="--seconds: also drafts as deep as pays, up to k")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
