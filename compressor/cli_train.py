@@ -60,6 +60,15 @@ def heal(
     steps: Annotated[int | None, typer.Option(min=1, help="Steps of the optimizer.")] = None,
     rate: Annotated[float | None, typer.Option(min=1e-9, max=1.0, help="Largest learning rate.")] = None,
     count: Annotated[int | None, typer.Option(min=2, max=40_000, help="Prompts that the target answers.")] = None,
+    self_written: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            max=1.0,
+            help="Share of the prompts that the target, a chat model, writes.  [default: as in the head's training]",
+            show_default=False,
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of everything random.")] = 0,
     resume: Resume = False,
     json_file: Json = None,
@@ -67,6 +76,7 @@ def heal(
     """Fine-tune an EAGLE-3 head on a quantized target's own answers, states and distribution."""
     from compressor.recipe import Heal
     from compressor.train import run
+    from compressor.train.passport import HeadPassport
     from compressor.ui import RichUI
 
     output = Output(json_file)
@@ -74,7 +84,12 @@ def heal(
     optimization = {key: value for key, value in (("steps", steps), ("rate", rate)) if value is not None}
     if steps is not None:
         optimization["warmup"] = min(spec.optimization.warmup, steps // 5)
-    answers = {} if count is None else {"count": count, "held_out": min(spec.answers.held_out, max(1, count // 8))}
+    if self_written is None:
+        described = HeadPassport.load(head)
+        self_written = 0.0 if described is None else described.self_written
+    answers: dict[str, float] = {"self_written": self_written}
+    if count is not None:
+        answers |= {"count": count, "held_out": min(spec.answers.held_out, max(1, count // 8))}
     spec = Heal(
         answers=spec.answers.model_copy(update=answers), optimization=spec.optimization.model_copy(update=optimization)
     )

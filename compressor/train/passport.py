@@ -59,6 +59,13 @@ class HeadPassport(Record):
     files: dict[str, Sha256] = Field(min_length=1)
     """sha256 of the head's own files."""
 
+    @property
+    def self_written(self) -> float:
+        """Share of the prompts of its training that the target wrote; 0 where the recipe does not say."""
+        recipe: Any = self.recipe
+        section = recipe.get("heal") or (recipe.get("proposer") or {}).get("training") or {}
+        return float((section.get("answers") or {}).get("self_written", 0.0))
+
     @classmethod
     def load(cls, folder: Path) -> Self | None:
         """The passport in `folder`, None where there is none. Raises CompressError for a damaged one."""

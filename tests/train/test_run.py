@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from compressor import cli
 from compressor.train import check, export, states
-from compressor.train.passport import files
+from compressor.train.passport import HeadPassport, files
 
 SMALL = {
     "answers": {"count": 40, "max_new_tokens": 24, "held_out": 6},
@@ -305,3 +305,23 @@ def test_a_proposer_of_another_kind_is_not_lowered(target, trained, tmp_path):
     (head / "passport.json").write_text(json.dumps(passport | {"kind": "draft"}))
     code, output = lower(target, head, tmp_path / "low", "--precision", "int8")
     assert code == 2 and "its passport calls it a proposer of kind draft" in output
+
+
+@pytest.mark.parametrize(
+    ("recipe", "share"),
+    [
+        ({"proposer": {"training": {"answers": {"self_written": 0.5}}}}, 0.5),
+        ({"heal": {"answers": {"self_written": 0.25}}}, 0.25),
+        ({"proposer": {"training": None}}, 0.0),
+    ],
+)
+def test_healing_takes_prompts_from_where_training_took_them(trained, recipe, share):
+    passport = HeadPassport.load(trained / "head")
+    assert passport.model_copy(update={"recipe": recipe}).self_written == share
+
+
+def test_a_share_that_is_said_is_taken(target, trained, tmp_path):
+    options = ("--steps", 3, "--count", 10, "--self-written", 0)
+    code, output = compress("heal", target, trained / "head", "--out", tmp_path / "healed", *options)
+    assert code == 0, output
+    assert HeadPassport.load(tmp_path / "healed").recipe["heal"]["answers"]["self_written"] == 0
