@@ -22,24 +22,24 @@ class _Distill(torch.autograd.Function):
         labels: Tensor,
         learning: bool,
     ) -> tuple[Tensor, Tensor]:
-        low = states.to(torch.bfloat16) if torch.is_autocast_enabled(states.device.type) else states
-        head = weight.to(low.dtype)
+        low, head = states.to(teacher.dtype), weight.to(teacher.dtype)
         total = torch.zeros((), device=states.device)
         grad_states, grad_weight = (torch.zeros_like(low), torch.zeros_like(weight)) if learning else (None, None)
         right = torch.empty(states.shape[:2], dtype=torch.bool, device=states.device)
         for start in range(0, states.shape[1], ROWS):
             rows = slice(start, start + ROWS)
-            wanted = (teacher[rows] @ teacher_weight.T).float().softmax(-1)
+            # Logits of a large vocabulary are what the time goes into: few passes over them, products beside them.
+            wanted = torch.softmax(teacher[rows] @ teacher_weight.T, -1, dtype=torch.float32)
             for step in range(len(states)):
-                logits = (low[step, rows] @ head.T).float()
+                logits = low[step, rows] @ head.T
                 right[step, rows] = logits.max(-1).indices == labels[rows]
-                log_probs = torch.log_softmax(logits, -1)
-                part = scale[step, rows, None]
-                total -= (part[:, 0] * (wanted * log_probs).sum(-1)).sum()
+                log_probs = torch.log_softmax(logits, -1, dtype=torch.float32)
+                part = scale[step, rows]
+                total -= part @ torch.linalg.vecdot(wanted, log_probs)
                 if grad_states is not None and grad_weight is not None:
-                    grad = log_probs.exp_().sub_(wanted).mul_(part).to(low.dtype)
-                    grad_states[step, rows] = grad @ head
-                    grad_weight += grad.T @ low[step, rows]
+                    grad = torch.sub(log_probs.exp_(), wanted, out=logits)
+                    grad_states[step, rows] = (grad @ head) * part[:, None]
+                    grad_weight += grad.T @ (low[step, rows] * part[:, None]).to(low.dtype)
         ctx.save_for_backward(grad_states, grad_weight)
         ctx.mark_non_differentiable(right)
         return total, right
@@ -61,4 +61,8 @@ def distill(
     the autocast dtype.
     """
     learning = torch.is_grad_enabled() and (states.requires_grad or weight.requires_grad)
-    return _Distill.apply(states, weight, teacher, teacher_weight, scale, labels, learning)  # type: ignore[no-any-return]
+    device = states.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else states.dtype
+    fixed = teacher.to(dtype), teacher_weight.to(dtype), scale, labels
+    with torch.autocast(device, enabled=False):  # it would round the sums too
+        return _Distill.apply(states, weight, *fixed, learning)  # type: ignore[no-any-return]

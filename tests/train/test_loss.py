@@ -38,6 +38,21 @@ def test_value_and_gradients_are_those_of_autograd(chunk, monkeypatch):
         assert torch.allclose(one.grad, other.grad, atol=1e-5)
 
 
+def test_under_autocast_only_the_products_are_rounded():
+    """To bfloat16; in the value of many rows that averages out."""
+    states, weight, teacher, teacher_weight, scale, labels = inputs(rows=400, size=300)
+    leaf = states.clone().requires_grad_()
+    exact = states.clone().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        value, _ = distill(leaf, weight, teacher, teacher_weight, scale, labels)
+    value.backward()
+    expected = plain(exact, weight, teacher, teacher_weight, scale)
+    expected.backward()
+    assert value.dtype == leaf.grad.dtype == torch.float32
+    assert value.item() == pytest.approx(expected.item(), rel=2e-4) and value.item() != expected.item()
+    assert float((leaf.grad - exact.grad).norm() / exact.grad.norm()) < 0.01
+
+
 def test_a_gradient_of_other_weights_would_be_seen():
     """Control of the comparison above: twice the scale of one row changes the gradient beyond its tolerance."""
     states, weight, teacher, teacher_weight, scale, labels = inputs()
