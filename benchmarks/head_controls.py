@@ -87,7 +87,7 @@ def teachers(target: Path, decoder: Decoder) -> list[dict]:
     """What training says to states with the target's final norm, and without."""
     tokenizer = load_tokenizer(target)
     prompts = [encode(prompt, tokenizer) for prompt in calibration_prompts()[:DOCUMENTS]]
-    written = answers.write(decoder, prompts, max_new_tokens=32, law=Law(0.0), seed=0, stops=decoder.stops)
+    written = answers.Writing(decoder, prompts, max_new_tokens=32, law=Law(0.0), seed=0, stops=decoder.stops).run()
     documents = [Document(prompt + answer, len(prompt)) for prompt, answer in zip(prompts, written, strict=True)]
     rows = []
     for name, aux in (("with", ()), ("without", (len(decoder.layers),))):

@@ -18,39 +18,25 @@ ROWS = 192
 """Texts written at a time: more are hardly faster on a CPU, and the cache grows."""
 
 
-def write(
-    decoder: Decoder,
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_new_tokens: int,
-    law: Law,
-    seed: int | str,
-    stops: Collection[int],
-    rows: int = ROWS,
-    advance: Callable[[int], None] = lambda tokens: None,
-) -> list[list[int]]:
-    """The answers, one a prompt and in their order, each with its stop token if it came to one.
+class Writing:
+    """`run` gives the answers, one a prompt and in their order, each with its stop token if it came to one.
 
     `advance` is told how many tokens are new. Every prompt has random numbers of its own, so that an answer does not
     depend on which others are written beside it, but for the rounding of sums. Raises CompressError for logits that
     are no distribution.
     """
-    return _Writing(decoder, prompts, max_new_tokens, law, seed, stops, rows, advance).run()
-
-
-class _Writing:
-    """Rows of the table, each with the prompt it answers (its index) or None."""
 
     def __init__(
         self,
         decoder: Decoder,
         prompts: Sequence[Sequence[int]],
+        *,
         max_new_tokens: int,
         law: Law,
         seed: int | str,
         stops: Collection[int],
-        rows: int,
-        advance: Callable[[int], None],
+        rows: int = ROWS,
+        advance: Callable[[int], None] = lambda tokens: None,
     ) -> None:
         self.prompts, self.max_new_tokens, self.law, self.seed = prompts, max_new_tokens, law, seed
         self.stops, self.advance = stops, advance
@@ -60,7 +46,7 @@ class _Writing:
         rows = min(rows, len(prompts), max(1, CACHE_BYTES // LockStep.row_bytes(decoder, capacity)))
         self.table = LockStep(decoder, rows, capacity)
         self.answers: list[list[int]] = [[] for _ in prompts]
-        self.occupant: list[int | None] = [None] * rows
+        self.occupant: list[int | None] = [None] * rows  # of each row of the table, the index of its prompt
         self.generators: dict[int, torch.Generator] = {}
         self.tokens = torch.zeros(rows, dtype=torch.long, device=decoder.device)
 

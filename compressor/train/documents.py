@@ -75,7 +75,7 @@ def write(
             file = folder / f"answers-{first // PART:04}.safetensors"
             part = texts[first : first + PART]
             if not file.exists():
-                written = answers.write(
+                written = answers.Writing(
                     decoder,
                     part,
                     max_new_tokens=spec.max_new_tokens,
@@ -83,7 +83,7 @@ def write(
                     seed=f"{seed}/{first}",
                     stops=decoder.stops,
                     advance=bar.advance,
-                )
+                ).run()
                 bar.advance(sum(spec.max_new_tokens - len(answer) for answer in written))
                 corpus.save(
                     file, [Document(prompt + answer, len(prompt)) for prompt, answer in zip(part, written, strict=True)]

@@ -6,14 +6,14 @@ embedding, the embedded tokens. An RMSNorm divides by the same number before and
 with Q, so that it moves into the linears behind it. Everything after `fc` stays the head's own, unrotated.
 """
 
-import json
+import shutil
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from compressor.checkpoint import writer
-from compressor.checkpoint.config import CONFIG, read_json_object
+from compressor.checkpoint.config import CONFIG
 from compressor.checkpoint.reader import SINGLE_NAME, ShardReader
 from compressor.errors import UsageError, naming
 from compressor.proposers.eagle3 import plain_name, read_settings
@@ -54,4 +54,4 @@ def counter_rotate(head: Path, out: Path, rotation: Tensor) -> None:
     written = {stored[name]: changed.get(name, kept).to(kept.dtype).contiguous() for name, kept in tensors.items()}
     writer.save_atomic(out / SINGLE_NAME, written, {"format": "pt"})
     with naming(out / CONFIG):
-        (out / CONFIG).write_text(json.dumps(read_json_object(head / CONFIG), indent=2) + "\n")
+        shutil.copyfile(head / CONFIG, out / CONFIG)

@@ -64,14 +64,14 @@ def _part(decoder: Decoder, tokenizer: Any, start: list[int], file: Path, seed: 
             if isinstance(texts, list) and all(isinstance(text, str) for text in texts):
                 return texts
         raise CompressError(f"{file}: damaged; remove it")
-    turns = answers.write(
+    turns = answers.Writing(
         decoder,
         [start] * PART,
         max_new_tokens=MAX_TOKENS,
         law=Law(temperature=1.0),
         seed=seed,
         stops=decoder.stops,
-    )
+    ).run()
     finished = (turn for turn in turns if turn[-1] in decoder.stops)
     texts = [tokenizer.decode(turn, skip_special_tokens=True).strip() for turn in finished]
     kept = [text for text in texts if len(text) >= LEAST_CHARACTERS]

@@ -29,15 +29,17 @@ def alone(decoder, prompt, count, stops=()):
 @pytest.mark.parametrize("rows", [1, 3, 8])
 def test_greedy_answers_are_those_of_the_runner_whoever_writes_beside(decoder, rows):
     # Mistral's and Gemma's windows of 8 are shorter than these texts.
-    found = answers.write(decoder, PROMPTS, max_new_tokens=14, law=Law(0.0), seed=0, stops=decoder.stops, rows=rows)
+    found = answers.Writing(
+        decoder, PROMPTS, max_new_tokens=14, law=Law(0.0), seed=0, stops=decoder.stops, rows=rows
+    ).run()
     assert found == [alone(decoder, prompt, 14, decoder.stops) for prompt in PROMPTS]
 
 
 def test_prompts_longer_than_one_pass_are_read_in_pieces(decoder, monkeypatch):
-    expected = answers.write(decoder, PROMPTS, max_new_tokens=4, law=Law(0.0), seed=0, stops=())
+    expected = answers.Writing(decoder, PROMPTS, max_new_tokens=4, law=Law(0.0), seed=0, stops=()).run()
     monkeypatch.setattr(reading, "CHUNK", 3)
     monkeypatch.setattr(lockstep, "READ_TOKENS", 12)
-    assert answers.write(decoder, PROMPTS, max_new_tokens=4, law=Law(0.0), seed=0, stops=()) == expected
+    assert answers.Writing(decoder, PROMPTS, max_new_tokens=4, law=Law(0.0), seed=0, stops=()).run() == expected
 
 
 def test_a_row_is_used_again_without_a_trace_of_the_text_before(decoder):
@@ -54,7 +56,7 @@ def test_a_row_is_used_again_without_a_trace_of_the_text_before(decoder):
 
 def test_a_sampled_answer_depends_on_its_seed_and_prompt_alone(decoder):
     def write(prompts, seed, rows):
-        return answers.write(decoder, prompts, max_new_tokens=6, law=Law(1.0), seed=seed, stops=(), rows=rows)
+        return answers.Writing(decoder, prompts, max_new_tokens=6, law=Law(1.0), seed=seed, stops=(), rows=rows).run()
 
     assert write(PROMPTS, 1, 4) == write(PROMPTS, 1, 2)
     assert write(PROMPTS, 1, 4) != write(PROMPTS, 2, 4)
@@ -63,15 +65,15 @@ def test_a_sampled_answer_depends_on_its_seed_and_prompt_alone(decoder):
 
 
 def test_an_answer_ends_with_its_stop_token_or_at_its_length(decoder):
-    free = answers.write(decoder, PROMPTS, max_new_tokens=9, law=Law(0.0), seed=0, stops=())
+    free = answers.Writing(decoder, PROMPTS, max_new_tokens=9, law=Law(0.0), seed=0, stops=()).run()
     assert [len(answer) for answer in free] == [9] * 4
     stop = free[0][4]
-    cut = answers.write(decoder, PROMPTS[:1], max_new_tokens=9, law=Law(0.0), seed=0, stops={stop})
+    cut = answers.Writing(decoder, PROMPTS[:1], max_new_tokens=9, law=Law(0.0), seed=0, stops={stop}).run()
     assert cut == [free[0][: free[0].index(stop) + 1]]
 
 
 def test_answers_that_all_end_at_once_do_not_end_the_writing(decoder):
-    found = answers.write(decoder, PROMPTS * 3, max_new_tokens=1, law=Law(0.0), seed=0, stops=(), rows=2)
+    found = answers.Writing(decoder, PROMPTS * 3, max_new_tokens=1, law=Law(0.0), seed=0, stops=(), rows=2).run()
     assert found == [alone(decoder, prompt, 1) for prompt in PROMPTS * 3]
 
 
@@ -85,7 +87,7 @@ def test_of_a_large_model_fewer_texts_are_written_at_a_time(decoder, monkeypatch
 
     monkeypatch.setattr(LockStep, "__init__", init)
     monkeypatch.setattr(answers, "CACHE_BYTES", 2 * LockStep.row_bytes(decoder, 12) + 1)
-    answers.write(decoder, PROMPTS, max_new_tokens=2, law=Law(0.0), seed=0, stops=())
+    answers.Writing(decoder, PROMPTS, max_new_tokens=2, law=Law(0.0), seed=0, stops=()).run()
     assert made == [2]
 
 
@@ -96,9 +98,9 @@ def test_a_cache_beyond_memory_is_refused_in_one_line(decoder):
 
 def test_every_token_is_told(decoder):
     counted = []
-    found = answers.write(
+    found = answers.Writing(
         decoder, PROMPTS, max_new_tokens=5, law=Law(0.0), seed=0, stops=(), rows=2, advance=counted.append
-    )
+    ).run()
     assert sum(counted) == sum(map(len, found))
 
 
@@ -106,8 +108,8 @@ def test_logits_that_are_no_numbers_are_refused():
     broken = tiny.random_model("llama")
     broken.lm_head.weight[3] = torch.nan
     with pytest.raises(CompressError, match="NaN or infinity"):
-        answers.write(Decoder(broken), PROMPTS, max_new_tokens=2, law=Law(0.0), seed=0, stops=())
+        answers.Writing(Decoder(broken), PROMPTS, max_new_tokens=2, law=Law(0.0), seed=0, stops=()).run()
 
 
 def test_no_prompts_are_no_answers(decoder):
-    assert answers.write(decoder, [], max_new_tokens=2, law=Law(0.0), seed=0, stops=()) == []
+    assert answers.Writing(decoder, [], max_new_tokens=2, law=Law(0.0), seed=0, stops=()).run() == []

@@ -42,6 +42,8 @@ def test_no_weight_is_further_off_than_half_a_step(name):
     # the scale, rounded to bfloat16, may cut the largest weight by half its own step
     cut = original.float().abs().amax(1, keepdim=True) * 2.0**-8
     assert bool(((fmt.decode(stored) - original.float()).abs() <= step / 2 + cut).all())
+    larger = {**stored, "weight_scale": stored["weight_scale"] * 1.25}  # the bound sees a wrong scale
+    assert not bool(((fmt.decode(larger) - original.float()).abs() <= step / 2 + cut).all())
 
 
 @pytest.mark.parametrize("name", FORMATS)
