@@ -1,6 +1,7 @@
 """The documents of a training: whose prompts they begin with, and what is written once."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import tiny_models as tiny
@@ -63,9 +64,10 @@ def turns(monkeypatch, tokenizer):
     def write(decoder, given, **_):
         state["calls"] += 1
         number = state["calls"]
-        return [[*tokenizer(f"{text} {number}" if text != "short" else text).input_ids, 2] for text in state["texts"]]
+        texts = [f"{text} {number}" if text != "short" else text for text in state["texts"]]
+        return SimpleNamespace(run=lambda: [[*tokenizer(text).input_ids, 2] for text in texts])
 
-    monkeypatch.setattr(answers, "write", write)
+    monkeypatch.setattr(answers, "Writing", write)
     return state
 
 
@@ -85,7 +87,8 @@ def test_a_target_that_repeats_itself_is_refused(decoder, tokenizer, tmp_path, t
 
 def test_turns_that_were_cut_off_are_left_out(decoder, tokenizer, tmp_path, monkeypatch, turns):
     whole = tokenizer("A whole question, ended?").input_ids
-    monkeypatch.setattr(answers, "write", lambda *_, **__: [[*whole, 2], tokenizer("A question cut off in").input_ids])
+    written = [[*whole, 2], tokenizer("A question cut off in").input_ids]
+    monkeypatch.setattr(answers, "Writing", lambda *_, **__: SimpleNamespace(run=lambda: written))
     assert self_prompts.write(decoder, tokenizer, 1, tmp_path, seed=0, ui=NullUI()) == ["A whole question, ended?"]
 
 
@@ -106,7 +109,7 @@ def test_answers_are_written_once_part_by_part(decoder, tmp_path, monkeypatch):
     texts = [[5, 6, 7], [8, 9, 10], [11, 12, 13]]
     first = documents.write(decoder, texts, spec, tmp_path, seed=0, ui=NullUI())
     assert [document.tokens[:3] for document in first] == texts and {document.start for document in first} == {3}
-    monkeypatch.setattr(answers, "write", None)
+    monkeypatch.setattr(answers, "Writing", None)
     assert documents.write(decoder, texts, spec, tmp_path, seed=0, ui=NullUI()) == first
 
 
