@@ -4,9 +4,10 @@
     head_controls.py TARGET HEAD [--json FILE]
 
 HEAD has a passport, whose tau is what the copies are judged by. The copies: lm_head rows shuffled, all states one layer
-lower or higher, final norm left out (its weight 1). Besides, training on states without the target's final norm: the
-share of its own greedy answers that they give back, below which training refuses to start. Exits 1 where the head
-itself is flagged, or a broken copy is not.
+lower or higher, final norm left out (its weight 1). Of each: greedy acceptance on the check's prompts, and the overlap
+of its law with the target's on the check's texts with, token by token, the difference from the head's own. Besides,
+training on states without the target's final norm: the share of its own greedy answers that they give back, below which
+training refuses to start. Exits 1 where the head itself is flagged, or a broken copy is not.
 """
 
 import argparse
@@ -69,17 +70,23 @@ COPIES: dict[str, Break] = {
 
 
 def judge(target: Path, folder: Path, decoder: Decoder, recorded: float) -> list[dict]:
-    rows = []
-    prompts = check.usual_prompts(load_tokenizer(target))
+    rows: list[dict] = []
+    tokenizer = load_tokenizer(target)
+    prompts, texts = check.usual_prompts(tokenizer), check.usual_texts("eagle3", decoder, tokenizer)
+    own = None
     for name, damage in COPIES.items():
         with tempfile.TemporaryDirectory() as place:
             copy = Path(shutil.copytree(folder, Path(place) / "head"))
             damage(copy)
-            finding = check.check("eagle3", copy, decoder, target, prompts, recorded=recorded)
-        found = finding.measured
+            finding = check.check("eagle3", copy, decoder, target, prompts, texts=texts, recorded=recorded)
+        found, overlap = finding.measured, finding.examined.own
+        own = overlap if own is None else own
+        gain, error = overlap.beyond(own)
         rows.append({"copy": name, "tau": found["tau"], "conditional": found["conditional"], "fault": finding.fault})
+        rows[-1] |= {"examined": finding.examined.summary(), "overlap_gain": gain, "overlap_error": error}
         rates = " ".join("–" if rate is None else f"{rate:.3f}" for rate in found["conditional"])
-        print(f"{name}: acceptance {rates}, tau {found['tau']:.2f}: {finding.fault or 'passes'}", flush=True)
+        shared = f"overlap {float(overlap.shared.mean()):.3f} ({gain:+.4f} ± {error:.4f})"
+        print(f"{name}: acceptance {rates}, tau {found['tau']:.2f}, {shared}: {finding.fault or 'passes'}", flush=True)
     return rows
 
 

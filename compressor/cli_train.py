@@ -136,9 +136,11 @@ def check_head(target: Target, head: Head, json_file: Json = None) -> None:
         refuse_changed(head, passport)
     recorded = None if passport is None else passport.check.tau
     kind = "eagle3" if passport is None else passport.kind
-    prompts = check.usual_prompts(load_tokenizer(target))
-    finding = check.check(kind, head, engine.decoder(target), target, prompts, recorded=recorded, ui=RichUI())
-    output.result({"head": str(head), "measured": finding.measured, "recorded_tau": recorded, "fault": finding.fault})
+    tokenizer, decoder = load_tokenizer(target), engine.decoder(target)
+    prompts, texts = check.usual_prompts(tokenizer), check.usual_texts(kind, decoder, tokenizer)
+    finding = check.check(kind, head, decoder, target, prompts, texts=texts, recorded=recorded, ui=RichUI())
+    found = {"head": str(head), "measured": finding.measured, "recorded_tau": recorded, "fault": finding.fault}
+    output.result(found | ({} if finding.examined is None else {"examined": finding.examined.summary()}))
     check.refuse(head, finding)
     output.line(_summary(head, finding.measured["conditional"], finding.measured["tau"]))
 

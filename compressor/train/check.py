@@ -1,4 +1,5 @@
-"""Whether a head on disk still drafts for a target as well as its passport says: the check after every export."""
+"""Whether a head on disk still drafts for a target as well as its passport says, from the states it was trained on: the
+check after every export."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,10 +15,15 @@ from compressor.measure import acceptance
 from compressor.proposers import load
 from compressor.proposers.base import Proposer
 from compressor.proposers.eagle3 import Eagle3Proposer
+from compressor.train import overlap
+from compressor.train.corpus import Document
+from compressor.train.overlap import Examined
 from compressor.ui import UI, NullUI
 
 PROMPTS, TOKENS, K = 8, 32, 3
 """What a check measures: greedy answers of so many tokens to so many prompts."""
+TEXTS = 24
+"""Prompts whose answers an EAGLE-3 head is examined on (compressor.train.overlap)."""
 LEAST_SHARE = 0.8
 """Of the recorded tokens beyond one a cycle: another machine's rounding moves them by a few percent, a head that reads
 the wrong states loses half of them or more."""
@@ -36,15 +42,23 @@ Prompts = Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class Finding:
-    """`measured`: see `acceptance.measure`. `fault`: why the head is not what it should be, None where it is."""
+    """`measured`: see `acceptance.measure`. `fault`: why the head is not what it should be, None where it is.
+    `examined`: of an EAGLE-3 head, where texts were given."""
 
     measured: dict[str, Any]
     fault: str | None
+    examined: Examined | None = None
 
 
 def usual_prompts(tokenizer: Any) -> Prompts:
     """What a head's passport is about: evaluation prompts of the package."""
     return acceptance_prompts(tokenizer, PROMPTS)
+
+
+def usual_texts(kind: str, decoder: Decoder, tokenizer: Any) -> list[Document]:
+    """What a proposer of `kind` is examined on: evaluation prompts of the package with the target's answers, for an
+    EAGLE-3 head; nothing for others. Raises as `overlap.greedy_texts`."""
+    return overlap.greedy_texts(decoder, acceptance_prompts(tokenizer, TEXTS)) if kind == "eagle3" else []
 
 
 def measure(proposer: Proposer, decoder: Decoder, prompts: Prompts, ui: UI | None = None) -> dict[str, Any]:
@@ -70,49 +84,36 @@ def check(
     target: Path,
     prompts: Prompts,
     *,
+    texts: Sequence[Document] = (),
     recorded: float | None = None,
     least_first: float = LEAST_FIRST,
     ui: UI | None = None,
 ) -> Finding:
     """Load the proposer of `kind` in `folder` for the target and compare its tau with the one `recorded` for it;
-    without one, the acceptance of its first token with `least_first`.
+    without one, the acceptance of its first token with `least_first`. An EAGLE-3 head is also examined on `texts`.
 
-    The fault names what helps: an EAGLE-3 head whose states lie one layer off is tried with its neighbours too. Errors
-    as `compressor.proposers.load.build`.
+    Errors as `compressor.proposers.load.build`.
     """
     proposer = load.build(load.Choice(kind, folder), decoder, target)
     assert proposer is not None
     measured = measure(proposer, decoder, prompts, ui)
-    first = measured["conditional"][0] or 0.0
+    examined = overlap.examine(proposer, decoder, texts) if texts and isinstance(proposer, Eagle3Proposer) else None
+    faults = [_drafting_fault(measured, recorded, least_first), examined.fault if examined is not None else None]
+    return Finding(measured, "; ".join(fault for fault in faults if fault is not None) or None, examined)
+
+
+def _drafting_fault(measured: dict[str, Any], recorded: float | None, least_first: float) -> str | None:
     if recorded is None:
+        first = measured["conditional"][0] or 0.0
         if first >= least_first:
-            return Finding(measured, None)
-        fault = (
+            return None
+        return (
             f"its first token is accepted {first:.1%} of the time, {least_first:.1%} is the least to expect: "
             "untrained, damaged, or of another target"
         )
-    else:
-        if measured["tau"] - 1 >= LEAST_SHARE * (recorded - 1):
-            return Finding(measured, None)
-        fault = f"tau is {measured['tau']:.2f}, {recorded:.2f} is recorded: other weights, or another target"
-    if isinstance(proposer, Eagle3Proposer):
-        fault += _better_states(proposer, measured["tau"], decoder, prompts)
-    return Finding(measured, fault)
-
-
-def _better_states(proposer: Eagle3Proposer, tau: float, decoder: Decoder, prompts: Prompts) -> str:
-    """Whether the states one layer further up or down suit the head better."""
-    own, found = proposer.features, []
-    for shift in (-1, 1):
-        moved = tuple(index + shift for index in own)
-        if moved[0] >= 0 and moved[-1] <= len(decoder.layers):
-            proposer.features = moved
-            found.append((measure(proposer, decoder, prompts)["tau"], moved))
-    proposer.features = own
-    best, moved = max(found, default=(0.0, own))
-    if best - 1 <= 1.5 * (tau - 1):
-        return ""
-    return f"; with eagle_aux_hidden_state_layer_ids {list(moved)} tau is {best:.2f}"
+    if measured["tau"] - 1 >= LEAST_SHARE * (recorded - 1):
+        return None
+    return f"tau is {measured['tau']:.2f}, {recorded:.2f} is recorded: other weights, or another target"
 
 
 def least_after(held_out: float) -> float:

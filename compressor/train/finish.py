@@ -42,23 +42,26 @@ def finish(
     """Write the proposer into `folder`, in place of what was there, load it again as an engine would, and add what it
     was made from.
 
-    Raises CompressError, and leaves nothing, for one that drafts far worse than it did in training.
+    Raises CompressError, and leaves nothing, for one that drafts far worse than it did in training, or better from the
+    states of another layer.
     """
     place.ui.stage("export")
     shutil.rmtree(folder, ignore_errors=True)
     try:
         trained.export(folder)
-        texts = {
+        notes = {
             RECIPE: yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True),
             CURVE: curve.svg(trained.facts["history"]),
         }
-        for name, text in texts.items():
+        for name, text in notes.items():
             with naming(folder / name):
                 (folder / name).write_text(text, encoding="utf-8")
         best = max(trained.facts["history"], key=lambda entry: entry["tau"])
         examined = (kind, folder, place.decoder, place.target)
         least = check.least_after(best["conditional"][0])
-        check.refuse(folder, check.check(*examined, trained.prompts, least_first=least, ui=place.ui))
+        texts = check.usual_texts(kind, place.decoder, place.tokenizer)
+        found = check.check(*examined, trained.prompts, texts=texts, least_first=least, ui=place.ui)
+        check.refuse(folder, found)
         usual = check.check(*examined, check.usual_prompts(place.tokenizer), least_first=0, ui=place.ui)
         return passport.write(
             folder,

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from compressor import cli
-from compressor.train import check, export, states
+from compressor.train import check, export, overlap, states
 from compressor.train.passport import HeadPassport, files
 
 SMALL = {
@@ -39,6 +39,8 @@ def short_check():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(check, "PROMPTS", 2)
         patch.setattr(check, "TOKENS", 12)
+        patch.setattr(check, "TEXTS", 8)
+        patch.setattr(overlap, "TOKENS", 24)
         yield
 
 
@@ -108,23 +110,44 @@ def test_the_head_passes_its_own_check(target, trained):
     assert code == 0 and "tokens a cycle" in output, output
 
 
-@pytest.mark.parametrize("broken", ["shuffled", "aux"])
-def test_a_broken_head_is_flagged(target, trained, tmp_path, broken):
+def edit(head, change):
+    tensors = load_file(head / "model.safetensors")
+    change(tensors)
+    save_file(tensors, head / "model.safetensors")
+
+
+def shuffle(head):
+    order = torch.randperm(SMALL["draft_vocab_size"], generator=torch.Generator().manual_seed(0))
+    edit(head, lambda tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"][order]}))
+
+
+def shrink_norm(head):
+    edit(head, lambda tensors: tensors.update({"norm.weight": torch.full_like(tensors["norm.weight"], 0.2)}))
+
+
+def move_states(head):
+    config = json.loads((head / "config.json").read_text())
+    config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [1, 2]
+    (head / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (shuffle, "is recorded: other weights"),
+        (shrink_norm, "a final norm or a scale of logits is missing"),
+        (move_states, "with eagle_aux_hidden_state_layer_ids [0, 1] its law shares"),
+    ],
+)
+def test_a_broken_head_is_flagged(target, trained, tmp_path, damage, message):
     head = shutil.copytree(trained / "head", tmp_path / "head")
-    if broken == "aux":
-        config = json.loads((head / "config.json").read_text())
-        config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [1, 2]
-        (head / "config.json").write_text(json.dumps(config))
-    else:
-        tensors = load_file(head / "model.safetensors")
-        order = torch.randperm(len(tensors["lm_head.weight"]), generator=torch.Generator().manual_seed(0))
-        tensors["lm_head.weight"] = tensors["lm_head.weight"][order]
-        save_file(tensors, head / "model.safetensors")
+    damage(head)
     passport = json.loads((head / "passport.json").read_text())
     passport["files"] = files(head)  # as if it had been exported like this
     (head / "passport.json").write_text(json.dumps(passport))
-    code, output = compress("check-head", target, head)
-    assert code == 1 and "error:" in output and "Traceback" not in output, output
+    code, output = compress("check-head", target, head, "--json", tmp_path / "out.json")
+    assert code == 1 and message in output and "Traceback" not in output, output
+    assert message in json.loads((tmp_path / "out.json").read_text())["fault"]
 
 
 def history(head):
@@ -226,18 +249,26 @@ def test_a_source_that_changed_meanwhile_is_not_resumed(target, tmp_path, monkey
     assert code == 2 and "the source's files changed since it started" in output
 
 
-def test_a_head_that_is_exported_wrongly_is_refused_and_the_work_is_kept(target, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (shuffle, "is the least to expect"),
+        (shrink_norm, "a final norm or a scale of logits is missing"),
+        (move_states, "with eagle_aux_hidden_state_layer_ids [0, 1] its law shares"),
+    ],
+)
+def test_a_head_that_is_exported_wrongly_is_refused_and_the_work_is_kept(
+    target, tmp_path, monkeypatch, damage, message
+):
     original = export.write
 
     def write(head, folder, **options):
         original(head, folder, **options)
-        tensors = load_file(folder / "model.safetensors")
-        tensors["lm_head.weight"] = tensors["lm_head.weight"].roll(1, 0)
-        save_file(tensors, folder / "model.safetensors")
+        damage(folder)
 
     monkeypatch.setattr(export, "write", write)
     code, output = compress("train", write_recipe(tmp_path, target), "--out", tmp_path / "head")
-    assert code == 1 and "is the least to expect" in output
+    assert code == 1 and message in output, output
     assert not (tmp_path / "head").exists() and (tmp_path / "head.work" / "training" / "last.safetensors").exists()
 
 
