@@ -4,10 +4,10 @@
     head_controls.py TARGET HEAD [--json FILE]
 
 HEAD has a passport, whose tau is what the copies are judged by. The copies: lm_head rows shuffled, all states one layer
-lower or higher, final norm left out (its weight 1). Of each: greedy acceptance on the check's prompts, and the overlap
-of its law with the target's on the check's texts with, token by token, the difference from the head's own. Besides,
-training on states without the target's final norm: the share of its own greedy answers that they give back, below which
-training refuses to start. Exits 1 where the head itself is flagged, or a broken copy is not.
+lower or higher, final norm left out (its weight 1). Of each: greedy acceptance on the check's prompts, and the
+acceptance of a first token to expect at temperature 1 on the check's texts, with its difference from the head's own in
+pairs. Besides, training on states without the target's final norm: the share of its own greedy answers that they give
+back, below which training refuses to start. Exits 1 where the head itself is flagged, or a broken copy is not.
 """
 
 import argparse
@@ -72,21 +72,24 @@ COPIES: dict[str, Break] = {
 def judge(target: Path, folder: Path, decoder: Decoder, recorded: float) -> list[dict]:
     rows: list[dict] = []
     tokenizer = load_tokenizer(target)
-    prompts, texts = check.usual_prompts(tokenizer), check.usual_texts("eagle3", decoder, tokenizer)
+    prompts, more = check.usual_prompts(tokenizer), check.more_prompts(tokenizer)
     own = None
     for name, damage in COPIES.items():
         with tempfile.TemporaryDirectory() as place:
             copy = Path(shutil.copytree(folder, Path(place) / "head"))
             damage(copy)
-            finding = check.check("eagle3", copy, decoder, target, prompts, texts=texts, recorded=recorded)
-        found, overlap = finding.measured, finding.examined.own
-        own = overlap if own is None else own
-        gain, error = overlap.beyond(own)
+            finding = check.check("eagle3", copy, decoder, target, prompts, recorded=recorded, examine_on=more)
+        found, examined = finding.measured, finding.examined
+        assert examined is not None
+        own = own or examined.own
+        gain, error = examined.own.difference(own)
         rows.append({"copy": name, "tau": found["tau"], "conditional": found["conditional"], "fault": finding.fault})
-        rows[-1] |= {"examined": finding.examined.summary(), "overlap_gain": gain, "overlap_error": error}
+        rows[-1] |= {"examined": examined.summary(), "gain": gain, "error": error}
         rates = " ".join("–" if rate is None else f"{rate:.3f}" for rate in found["conditional"])
-        shared = f"overlap {float(overlap.shared.mean()):.3f} ({gain:+.4f} ± {error:.4f})"
-        print(f"{name}: acceptance {rates}, tau {found['tau']:.2f}, {shared}: {finding.fault or 'passes'}", flush=True)
+        expected = f"expected at temperature 1 {examined.own.rate:.3f} ({gain:+.4f} ± {error:.4f})"
+        print(
+            f"{name}: acceptance {rates}, tau {found['tau']:.2f}, {expected}: {finding.fault or 'passes'}", flush=True
+        )
     return rows
 
 

@@ -122,8 +122,9 @@ def lower_head(
 
 
 def check_head(target: Target, head: Head, json_file: Json = None) -> None:
-    """Measure a head's acceptance for a target and compare it with its passport; exits 1 on a fault. A folder without a
-    passport is taken for an EAGLE-3 head."""
+    """Measure a head's acceptance for a target and compare it with its passport; of an EAGLE-3 head also see whether the
+    states one layer off suit it better, and whether it is as sure of its tokens as the target. Exits 1 on a fault. A
+    folder without a passport is taken for an EAGLE-3 head."""
     from compressor.checkpoint.tokenizer import load_tokenizer
     from compressor.decode import engine
     from compressor.train import check
@@ -137,8 +138,8 @@ def check_head(target: Target, head: Head, json_file: Json = None) -> None:
     recorded = None if passport is None else passport.check.tau
     kind = "eagle3" if passport is None else passport.kind
     tokenizer, decoder = load_tokenizer(target), engine.decoder(target)
-    prompts, texts = check.usual_prompts(tokenizer), check.usual_texts(kind, decoder, tokenizer)
-    finding = check.check(kind, head, decoder, target, prompts, texts=texts, recorded=recorded, ui=RichUI())
+    prompts, more = check.usual_prompts(tokenizer), check.more_prompts(tokenizer)
+    finding = check.check(kind, head, decoder, target, prompts, recorded=recorded, examine_on=more, ui=RichUI())
     found = {"head": str(head), "measured": finding.measured, "recorded_tau": recorded, "fault": finding.fault}
     output.result(found | ({} if finding.examined is None else {"examined": finding.examined.summary()}))
     check.refuse(head, finding)

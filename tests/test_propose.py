@@ -14,7 +14,7 @@ from compressor.bundle import Bundle
 from compressor.decode.law import Law
 from compressor.errors import CompressError, UsageError
 from compressor.recipe import Recipe
-from compressor.train import check
+from compressor.train import check, overlap
 from compressor.train.passport import HeadPassport, files
 from compressor.ui import NullUI
 
@@ -30,6 +30,7 @@ def folder(tmp_path_factory):
 def keys(folder):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COMPRESS_KEYS", str(folder / "keys"))
+        patch.setattr(overlap, "TOKENS", 16)  # a quarter of the time
         yield
 
 

@@ -1,5 +1,5 @@
-"""Whether a head on disk still drafts for a target as well as its passport says, from the states it was trained on: the
-check after every export."""
+"""Whether a proposer on disk still drafts for a target as well as its passport says, an EAGLE-3 head also from the
+states and with the logits that it was trained with: the check after every export."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +16,6 @@ from compressor.proposers import load
 from compressor.proposers.base import Proposer
 from compressor.proposers.eagle3 import Eagle3Proposer
 from compressor.train import overlap
-from compressor.train.corpus import Document
 from compressor.train.overlap import Examined
 from compressor.ui import UI, NullUI
 
@@ -25,8 +24,7 @@ PROMPTS, TOKENS, K = 8, 32, 3
 TEXTS = 24
 """Prompts whose answers an EAGLE-3 head is examined on (compressor.train.overlap)."""
 LEAST_SHARE = 0.8
-"""Of the recorded tokens beyond one a cycle: another machine's rounding moves them by a few percent, a head that reads
-the wrong states loses half of them or more."""
+"""Of the recorded tokens beyond one a cycle: another machine's rounding moves them by a few percent."""
 LEAST_OF_HELD_OUT = 0.5
 """Of the held-out acceptance in training, the share that an exported head must reach on the first prompts of the same
 documents: a few dozen drafts may be harder than all of them."""
@@ -43,7 +41,7 @@ Prompts = Sequence[Sequence[int]]
 @dataclass(frozen=True)
 class Finding:
     """`measured`: see `acceptance.measure`. `fault`: why the head is not what it should be, None where it is.
-    `examined`: of an EAGLE-3 head, where texts were given."""
+    `examined`: an EAGLE-3 head's overlap with the target, where that was asked for."""
 
     measured: dict[str, Any]
     fault: str | None
@@ -55,10 +53,9 @@ def usual_prompts(tokenizer: Any) -> Prompts:
     return acceptance_prompts(tokenizer, PROMPTS)
 
 
-def usual_texts(kind: str, decoder: Decoder, tokenizer: Any) -> list[Document]:
-    """What a proposer of `kind` is examined on: evaluation prompts of the package with the target's answers, for an
-    EAGLE-3 head; nothing for others. Raises as `overlap.greedy_texts`."""
-    return overlap.greedy_texts(decoder, acceptance_prompts(tokenizer, TEXTS)) if kind == "eagle3" else []
+def more_prompts(tokenizer: Any) -> Prompts:
+    """What a head is examined on."""
+    return acceptance_prompts(tokenizer, TEXTS)
 
 
 def measure(proposer: Proposer, decoder: Decoder, prompts: Prompts, ui: UI | None = None) -> dict[str, Any]:
@@ -84,22 +81,33 @@ def check(
     target: Path,
     prompts: Prompts,
     *,
-    texts: Sequence[Document] = (),
     recorded: float | None = None,
     least_first: float = LEAST_FIRST,
+    examine_on: Prompts = (),
     ui: UI | None = None,
 ) -> Finding:
     """Load the proposer of `kind` in `folder` for the target and compare its tau with the one `recorded` for it;
-    without one, the acceptance of its first token with `least_first`. An EAGLE-3 head is also examined on `texts`.
+    without one, the acceptance of its first token with `least_first`. An EAGLE-3 head is also examined on the target's
+    answers to the prompts `examine_on`.
 
     Errors as `compressor.proposers.load.build`.
     """
     proposer = load.build(load.Choice(kind, folder), decoder, target)
     assert proposer is not None
     measured = measure(proposer, decoder, prompts, ui)
-    examined = overlap.examine(proposer, decoder, texts) if texts and isinstance(proposer, Eagle3Proposer) else None
+    examined = None
+    if examine_on and isinstance(proposer, Eagle3Proposer):
+        examined = _examine(folder, proposer, decoder, examine_on, ui or NullUI())
     faults = [_drafting_fault(measured, recorded, least_first), examined.fault if examined is not None else None]
     return Finding(measured, "; ".join(fault for fault in faults if fault is not None) or None, examined)
+
+
+def _examine(folder: Path, proposer: Eagle3Proposer, decoder: Decoder, prompts: Prompts, ui: UI) -> Examined | None:
+    texts = overlap.greedy_texts(decoder, prompts, ui)
+    if not texts:
+        ui.note(f"{folder}: not examined: the target answers none of {len(prompts)} prompts with two tokens or more")
+        return None
+    return overlap.examine(proposer, decoder, texts)
 
 
 def _drafting_fault(measured: dict[str, Any], recorded: float | None, least_first: float) -> str | None:

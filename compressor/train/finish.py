@@ -42,8 +42,8 @@ def finish(
     """Write the proposer into `folder`, in place of what was there, load it again as an engine would, and add what it
     was made from.
 
-    Raises CompressError, and leaves nothing, for one that drafts far worse than it did in training, or better from the
-    states of another layer.
+    Raises CompressError, and leaves nothing, for one that drafts far worse than it did in training, and for an EAGLE-3
+    head that the examination finds a fault in.
     """
     place.ui.stage("export")
     shutil.rmtree(folder, ignore_errors=True)
@@ -57,12 +57,11 @@ def finish(
             with naming(folder / name):
                 (folder / name).write_text(text, encoding="utf-8")
         best = max(trained.facts["history"], key=lambda entry: entry["tau"])
-        examined = (kind, folder, place.decoder, place.target)
-        least = check.least_after(best["conditional"][0])
-        texts = check.usual_texts(kind, place.decoder, place.tokenizer)
-        found = check.check(*examined, trained.prompts, texts=texts, least_first=least, ui=place.ui)
+        made = (kind, folder, place.decoder, place.target)
+        least, more = check.least_after(best["conditional"][0]), check.more_prompts(place.tokenizer)
+        found = check.check(*made, trained.prompts, least_first=least, examine_on=more, ui=place.ui)
         check.refuse(folder, found)
-        usual = check.check(*examined, check.usual_prompts(place.tokenizer), least_first=0, ui=place.ui)
+        usual = check.check(*made, check.usual_prompts(place.tokenizer), least_first=0, ui=place.ui)
         return passport.write(
             folder,
             kind=kind,

@@ -105,9 +105,21 @@ def test_states_kept_in_fp8_teach_nearly_as_well(target, trained, tmp_path):
     assert rounded["loss"] == pytest.approx(exact["loss"], rel=0.02)
 
 
-def test_the_head_passes_its_own_check(target, trained):
+def test_the_head_passes_its_own_check(target, trained, judged_by_scale):
     code, output = compress("check-head", target, trained / "head")
     assert code == 0 and "tokens a cycle" in output, output
+
+
+def test_a_head_that_has_learned_next_to_nothing_is_still_exported(target, tmp_path):
+    recipe = write_recipe(tmp_path, target, optimization={**SMALL["optimization"], "steps": 2, "rate": 1e-5})
+    code, output = compress("train", recipe, "--out", tmp_path / "head")
+    assert code in (0, 1) and "scale of logits" not in output and "the target would accept" not in output, output
+
+
+def test_a_target_that_answers_nothing_leaves_the_head_unexamined_and_says_so(target, trained, monkeypatch):
+    monkeypatch.setattr(overlap, "greedy_texts", lambda *_: [])
+    code, output = compress("check-head", target, trained / "head")
+    assert code == 0 and "not examined: the target answers none of" in output, output
 
 
 def edit(head, change):
@@ -125,6 +137,13 @@ def shrink_norm(head):
     edit(head, lambda tensors: tensors.update({"norm.weight": torch.full_like(tensors["norm.weight"], 0.2)}))
 
 
+@pytest.fixture
+def judged_by_scale(monkeypatch):
+    """Bounds for a target whose law is nearly uniform, of which a head of thirty steps has learned a little."""
+    monkeypatch.setattr(overlap, "LEAST_DRAFTING", 0.02)
+    monkeypatch.setattr(overlap, "WIDEST", 4.0)
+
+
 def move_states(head):
     config = json.loads((head / "config.json").read_text())
     config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [1, 2]
@@ -136,10 +155,10 @@ def move_states(head):
     [
         (shuffle, "is recorded: other weights"),
         (shrink_norm, "a final norm or a scale of logits is missing"),
-        (move_states, "with eagle_aux_hidden_state_layer_ids [0, 1] its law shares"),
+        (move_states, "with eagle_aux_hidden_state_layer_ids [0, 1] the target would accept"),
     ],
 )
-def test_a_broken_head_is_flagged(target, trained, tmp_path, damage, message):
+def test_a_broken_head_is_flagged(target, trained, tmp_path, damage, message, judged_by_scale):
     head = shutil.copytree(trained / "head", tmp_path / "head")
     damage(head)
     passport = json.loads((head / "passport.json").read_text())
@@ -254,11 +273,11 @@ def test_a_source_that_changed_meanwhile_is_not_resumed(target, tmp_path, monkey
     [
         (shuffle, "is the least to expect"),
         (shrink_norm, "a final norm or a scale of logits is missing"),
-        (move_states, "with eagle_aux_hidden_state_layer_ids [0, 1] its law shares"),
+        (move_states, "with eagle_aux_hidden_state_layer_ids [0, 1] the target would accept"),
     ],
 )
 def test_a_head_that_is_exported_wrongly_is_refused_and_the_work_is_kept(
-    target, tmp_path, monkeypatch, damage, message
+    target, tmp_path, monkeypatch, damage, message, judged_by_scale
 ):
     original = export.write
 
