@@ -122,9 +122,9 @@ def lower_head(
 
 
 def check_head(target: Target, head: Head, json_file: Json = None) -> None:
-    """Measure a head's acceptance for a target and compare it with its passport; of an EAGLE-3 head also see whether the
-    states one layer off suit it better, and whether it is as sure of its tokens as the target. Exits 1 on a fault. A
-    folder without a passport is taken for an EAGLE-3 head."""
+    """Measure a head's acceptance for a target and compare it with its passport; see too whether the states one layer
+    off suit an EAGLE-3 head better, and whether it is as sure of its tokens as the target. Exits 1 on a fault. A folder
+    without a passport is taken for an EAGLE-3 head."""
     from compressor.checkpoint.tokenizer import load_tokenizer
     from compressor.decode import engine
     from compressor.train import check

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from compressor.decode import engine
 from compressor.decode.decoder import Decoder
@@ -17,7 +17,7 @@ from compressor.measure import acceptance
 from compressor.proposers import load
 from compressor.proposers.load import HEAD_FOLDER
 from compressor.recipe_training import allowed_loss
-from compressor.train import export, head, passport, precision
+from compressor.train import check, export, head, passport, precision
 from compressor.train.finish import describe, finish
 from compressor.train.head import Workplace
 
@@ -44,11 +44,7 @@ def train(state: Run) -> None:
     spec = state.recipe.proposer
     recorded = state.job.stage("propose")
     if spec.path is not None and recorded is None:
-        if spec.precision != "bf16":
-            precision.refuse_unfit(Path(spec.path), spec.precision)
-        if spec.heal is not None:  # what cannot be healed is known before the work
-            export.load(Path(spec.path), engine.decoder(state.source.folder, dtype=state.dtype))
-        state.job.finish("propose", {"files": passport.files(Path(spec.path))})
+        _take(state, Path(spec.path))
     if spec.training is None or recorded:
         return
     state.ui.stage("propose")
@@ -58,6 +54,26 @@ def train(state: Run) -> None:
     place = _workplace(state, decoder, state.source.folder, "training")
     trained = head.make(place, spec.kind, spec.training)
     _keep(state, place, trained, "propose", state.source.uri)
+
+
+def _take(state: Run, given: Path) -> None:
+    """Note the files of a proposer that was made before, and what is wrong with an EAGLE-3 head, which stays the
+    user's choice; what it cannot be used for is known before the work."""
+    spec = state.recipe.proposer
+    found: dict[str, Any] = {"files": passport.files(given)}
+    if spec.precision != "bf16":
+        precision.refuse_unfit(given, spec.precision)
+    if spec.kind == "eagle3":
+        state.ui.stage("propose")
+        decoder = engine.decoder(state.source.folder, dtype=state.dtype)
+        if spec.heal is not None:
+            export.load(given, decoder)
+        more = check.more_prompts(state.tokenizer)
+        examined = check.examine(given, decoder, state.source.folder, more, state.ui)
+        if examined is not None and examined.fault is not None:
+            found["fault"] = f"{given.name}: {examined.fault}"
+            state.ui.note(f"{given}: {examined.fault}; it is used as it is")
+    state.job.finish("propose", found)
 
 
 def heal(state: Run, staging: Path) -> None:

@@ -128,6 +128,18 @@ def test_a_head_that_is_named_becomes_part_of_the_bundle(folder, source, head):
     made = run(folder, given(folder, source, head), "with-head")
     assert made.passport.proposer.files["model.safetensors"] == files(head)["model.safetensors"]
     assert [row.target for row in made.passport.outcomes.acceptance] == ["baseline", "quantized"]
+    assert not [row for row in made.passport.decisions if row.what.startswith("proposer")]
+
+
+def test_the_passport_says_that_a_named_head_reads_the_states_of_other_layers(folder, source, head):
+    moved = shutil.copytree(head, folder / "moved")
+    config = json.loads((moved / "config.json").read_text())
+    config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [1, 2]
+    (moved / "config.json").write_text(json.dumps(config))
+    made = run(folder, given(folder, source, moved), "with-moved-head")
+    (found,) = [row for row in made.passport.decisions if row.what.startswith("proposer")]
+    assert found.what.startswith("proposer moved: with eagle_aux_hidden_state_layer_ids [0, 1] the target would accept")
+    assert found.why == "the recipe names this head; it is used as it is"
 
 
 def test_a_named_head_that_changes_during_the_job_is_refused(folder, source, head, monkeypatch):

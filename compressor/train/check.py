@@ -96,13 +96,17 @@ def check(
     assert proposer is not None
     measured = measure(proposer, decoder, prompts, ui)
     examined = None
-    if examine_on and isinstance(proposer, Eagle3Proposer):
-        examined = _examine(folder, proposer, decoder, examine_on, ui or NullUI())
+    if examine_on and kind == "eagle3":
+        examined = examine(folder, decoder, target, examine_on, ui or NullUI())
     faults = [_drafting_fault(measured, recorded, least_first), examined.fault if examined is not None else None]
     return Finding(measured, "; ".join(fault for fault in faults if fault is not None) or None, examined)
 
 
-def _examine(folder: Path, proposer: Eagle3Proposer, decoder: Decoder, prompts: Prompts, ui: UI) -> Examined | None:
+def examine(folder: Path, decoder: Decoder, target: Path, prompts: Prompts, ui: UI) -> Examined | None:
+    """The overlap of the EAGLE-3 head in `folder` on the target's answers to `prompts`; None, and a note, where there
+    are none. Errors as `compressor.proposers.load.build`."""
+    proposer = load.build(load.Choice("eagle3", folder), decoder, target)
+    assert isinstance(proposer, Eagle3Proposer)
     texts = overlap.greedy_texts(decoder, prompts, ui)
     if not texts:
         ui.note(f"{folder}: not examined: the target answers none of {len(prompts)} prompts with two tokens or more")

@@ -42,8 +42,8 @@ the target's law makes both alike: 1.1 in the head that this project ships, 0.46
 
 @dataclass(frozen=True)
 class Overlap:
-    """Of every token that is foreseen, all [N]: `accepted`, Σ min(p, q); `sure`, the head's probability of its favourite
-    token, and `granted`, the target's of the same one; `text`, the index of the text that it is in."""
+    """Of every token that is foreseen, all [N]: `accepted`, Σ min(p, q); `sure`, the head's probability of its
+    favourite token, and `granted`, the target's of the same one; `text`, the index of the text that it is in."""
 
     accepted: Tensor
     sure: Tensor
