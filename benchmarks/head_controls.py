@@ -30,6 +30,7 @@ from compressor.errors import CompressError
 from compressor.train import answers, check, head, states
 from compressor.train.corpus import Document
 from compressor.train.passport import HeadPassport
+from compressor.ui import NullUI
 
 Break = Callable[[Path], None]
 DOCUMENTS = 16
@@ -69,16 +70,21 @@ COPIES: dict[str, Break] = {
 }
 
 
-def judge(target: Path, folder: Path, decoder: Decoder, recorded: float) -> list[dict]:
+def judge(target: Path, folder: Path, decoder: Decoder, passport: HeadPassport) -> list[dict]:
     rows: list[dict] = []
     tokenizer = load_tokenizer(target)
-    prompts, more = check.usual_prompts(tokenizer), check.more_prompts(tokenizer)
+    prompts, texts = check.usual_prompts(tokenizer), check.texts_of(decoder, tokenizer, NullUI())
     own = None
     for name, damage in COPIES.items():
         with tempfile.TemporaryDirectory() as place:
             copy = Path(shutil.copytree(folder, Path(place) / "head"))
             damage(copy)
-            finding = check.check("eagle3", copy, decoder, target, prompts, recorded=recorded, examine_on=more)
+            finding = check.check(
+                *("eagle3", copy, decoder, target, prompts),
+                recorded=passport.check.tau,
+                recorded_expected=passport.expected_acceptance,
+                texts=texts,
+            )
         found, examined = finding.measured, finding.examined
         assert examined is not None
         own = own or examined.own
@@ -127,7 +133,7 @@ def main() -> None:
     if passport is None:
         sys.exit(f"{args.head}: no passport; train or heal one")
     decoder = engine.decoder(args.target)
-    copies, taught = judge(args.target, args.head, decoder, passport.check.tau), teachers(args.target, decoder)
+    copies, taught = judge(args.target, args.head, decoder, passport), teachers(args.target, decoder)
     if args.json:
         text = json.dumps({"recorded_tau": passport.check.tau, "copies": copies, "teachers": taught}, indent=1)
         args.json.write_text(text + "\n")

@@ -12,7 +12,9 @@ from compressor.errors import UsageError
 BundleFolder = Annotated[Path, typer.Argument(metavar="BUNDLE", help="The bundle's folder.", show_default=False)]
 Proposer = Annotated[
     str,
-    typer.Option(help="ngram, suffix, mtp, draft:FOLDER, medusa:FOLDER, eagle3:FOLDER, or none."),
+    typer.Option(
+        help="ngram, suffix, mtp, draft:FOLDER, medusa:FOLDER, eagle3:FOLDER (no folder: the bundle's own), or none."
+    ),
 ]
 Length = Annotated[str, typer.Option("--k", metavar="N|auto", help="Tokens drafted a cycle; auto finds what pays.")]
 Branching = Annotated[

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from compressor.cli_output import Json, Output
+from compressor.errors import UsageError
 from compressor.recipe_training import LOWER
 
 RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE.yaml", help="The recipe.", show_default=False)]
@@ -57,9 +58,22 @@ def heal(
     head: Head,
     out: Annotated[Path, typer.Option(help="The healed head's folder.", show_default=False)],
     work: Work = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Steps of the optimizer.")] = None,
-    rate: Annotated[float | None, typer.Option(min=1e-9, max=1.0, help="Largest learning rate.")] = None,
-    count: Annotated[int | None, typer.Option(min=2, max=40_000, help="Prompts that the target answers.")] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option(min=1, help="Steps of the optimizer, a fifth of them of warm-up at most.", show_default="200"),
+    ] = None,
+    rate: Annotated[
+        float | None, typer.Option(min=1e-9, max=1.0, help="Largest learning rate.", show_default="0.0002")
+    ] = None,
+    count: Annotated[
+        int | None,
+        typer.Option(
+            min=2,
+            max=40_000,
+            help="Prompts that the target answers; an eighth, at most 128, are held out.",
+            show_default="2000",
+        ),
+    ] = None,
     self_written: Annotated[
         float | None,
         typer.Option(
@@ -105,7 +119,12 @@ def lower_head(
     out: Annotated[Path, typer.Option(help="Folder of the head in that precision.", show_default=False)],
     max_loss: Annotated[
         float | None,
-        typer.Option(min=0.0, max=0.99, help="Share of accepted tokens it may lose.  [default: 0.05; 4 bits need it]"),
+        typer.Option(
+            min=0.0,
+            max=0.99,
+            help="Share of accepted tokens it may lose.",
+            show_default="0.05; 4 bits need a stated one",
+        ),
     ] = None,
     json_file: Json = None,
 ) -> None:
@@ -122,9 +141,9 @@ def lower_head(
 
 
 def check_head(target: Target, head: Head, json_file: Json = None) -> None:
-    """Measure a head's acceptance for a target and compare it with its passport; see too whether the states one layer
-    off suit an EAGLE-3 head better, and whether it is as sure of its tokens as the target. Exits 1 on a fault. A folder
-    without a passport is taken for an EAGLE-3 head."""
+    """Measure a head's acceptance for a target and compare it with its passport; of an EAGLE-3 head see too whether the
+    states one layer off suit it better. Exits 1 on a fault. A folder without a passport is taken for an EAGLE-3
+    head."""
     from compressor.checkpoint.tokenizer import load_tokenizer
     from compressor.decode import engine
     from compressor.train import check
@@ -132,18 +151,28 @@ def check_head(target: Target, head: Head, json_file: Json = None) -> None:
     from compressor.ui import RichUI
 
     output = Output(json_file)
+    if not head.is_dir():
+        raise UsageError(f"{head}: no such folder; give the one that holds the head's config.json and weights")
     passport = HeadPassport.load(head)
     if passport is not None:
         refuse_changed(head, passport)
     recorded = None if passport is None else passport.check.tau
     kind = "eagle3" if passport is None else passport.kind
-    tokenizer, decoder = load_tokenizer(target), engine.decoder(target)
-    prompts, more = check.usual_prompts(tokenizer), check.more_prompts(tokenizer)
-    finding = check.check(kind, head, decoder, target, prompts, recorded=recorded, examine_on=more, ui=RichUI())
+    ui, tokenizer, decoder = RichUI(), load_tokenizer(target), engine.decoder(target)
+    finding = check.check(
+        *(kind, head, decoder, target, check.usual_prompts(tokenizer)),
+        recorded=recorded,
+        recorded_expected=None if passport is None else passport.expected_acceptance,
+        texts=check.texts_of(decoder, tokenizer, ui) if kind == "eagle3" else (),
+        ui=ui,
+    )
     found = {"head": str(head), "measured": finding.measured, "recorded_tau": recorded, "fault": finding.fault}
     output.result(found | ({} if finding.examined is None else {"examined": finding.examined.summary()}))
     check.refuse(head, finding)
-    output.line(_summary(head, finding.measured["conditional"], finding.measured["tau"]))
+    against = "" if recorded is None else f"; {recorded:.2f} recorded"
+    output.line(_summary(head, finding.measured["conditional"], finding.measured["tau"]) + against)
+    if finding.examined is not None:
+        output.line(f"{head}: {finding.examined}")
 
 
 def _work(out: Path) -> Path:

@@ -11,7 +11,7 @@ from compressor.decode import engine
 from compressor.decode.decoder import Decoder
 from compressor.decode.law import Law
 from compressor.decode.runner import Runner
-from compressor.errors import CompressError, naming
+from compressor.errors import CompressError, UsageError, naming
 from compressor.evals import prompts as evaluation_prompts
 from compressor.measure import acceptance
 from compressor.proposers import load
@@ -61,6 +61,13 @@ def _take(state: Run, given: Path) -> None:
     user's choice; what it cannot be used for is known before the work."""
     spec = state.recipe.proposer
     found: dict[str, Any] = {"files": passport.files(given)}
+    described = passport.HeadPassport.load(given)
+    if described is not None:
+        passport.refuse_changed(given, described)
+        if described.kind != spec.kind:
+            raise UsageError(
+                f"proposer.kind: {spec.kind}; the passport in {given} calls it a proposer of kind {described.kind}"
+            )
     if spec.precision != "bf16":
         precision.refuse_unfit(given, spec.precision)
     if spec.kind == "eagle3":
@@ -68,11 +75,11 @@ def _take(state: Run, given: Path) -> None:
         decoder = engine.decoder(state.source.folder, dtype=state.dtype)
         if spec.heal is not None:
             export.load(given, decoder)
-        more = check.more_prompts(state.tokenizer)
-        examined = check.examine(given, decoder, state.source.folder, more, state.ui)
-        if examined is not None and examined.fault is not None:
-            found["fault"] = f"{given.name}: {examined.fault}"
-            state.ui.note(f"{given}: {examined.fault}; it is used as it is")
+        texts = check.texts_of(decoder, state.tokenizer, state.ui)
+        fault = check.examine(given, decoder, state.source.folder, texts).fault if texts else None
+        if fault is not None:
+            found["fault"] = f"{given.name}: {fault}"
+            state.ui.note(f"{given}: {fault}; it is used as it is")
     state.job.finish("propose", found)
 
 

@@ -24,8 +24,10 @@ def allowed_loss(precision: str, stated: float | None) -> float | None:
 class Optimization(Section):
     """How a proposer's weights are fitted."""
 
-    steps: int = Field(ge=1, description="Steps of the optimizer.")
-    rate: float = Field(gt=0, le=1, description="Largest learning rate; it warms up, then falls along a cosine.")
+    steps: int = Field(default=1500, ge=1, description="Steps of the optimizer.")
+    rate: float = Field(
+        default=1e-3, gt=0, le=1, description="Largest learning rate; it warms up, then falls along a cosine."
+    )
     warmup: int = Field(default=50, ge=0, description="Steps of warm-up.")
     batch_tokens: int = Field(default=4096, ge=16, description="Tokens of a batch, padding included.")
     accumulation: int = Field(default=1, ge=1, description="Batches a step.")
@@ -81,7 +83,7 @@ class Training(Section):
     """How a proposer is trained on what the target itself writes."""
 
     answers: Answers = Field(default_factory=Answers)
-    optimization: Optimization = Field(default_factory=lambda: Optimization(steps=1500, rate=1e-3))
+    optimization: Optimization = Field(default_factory=Optimization)
     draft_vocab_size: int = Field(default=8192, ge=2, description="eagle3, medusa: ids that the head can propose.")
     aux: list[Annotated[int, Field(ge=0)]] | None = Field(
         default=None,
@@ -121,10 +123,26 @@ READ_BY = {
 they were written: the recipe beside a trained head holds every key, and must load again."""
 
 
+class HealOptimization(Optimization):
+    """How a head that drafts already is fitted again."""
+
+    steps: int = Field(default=200, ge=1, description="Steps of the optimizer.")
+    rate: float = Field(
+        default=2e-4, gt=0, le=1, description="Largest learning rate; it warms up, then falls along a cosine."
+    )
+    warmup: int = Field(default=20, ge=0, description="Steps of warm-up.")
+
+
+class HealAnswers(Answers):
+    """What the quantized target answers."""
+
+    count: int = Field(default=2000, ge=2, le=40_000, description="Prompts, from the front of the list.")
+
+
 class Heal(Section):
     """The fine-tune of a head on the states and the distribution of the quantized target."""
 
     unroll: Unroll = 3
     decay: Decay = 0.8
-    answers: Answers = Field(default_factory=lambda: Answers(count=2000))
-    optimization: Optimization = Field(default_factory=lambda: Optimization(steps=200, rate=2e-4, warmup=20))
+    answers: HealAnswers = Field(default_factory=HealAnswers)
+    optimization: HealOptimization = Field(default_factory=HealOptimization)

@@ -221,6 +221,9 @@ def _decisions(state: Run) -> list[dict]:
             if dead:
                 decisions.append({"what": f"{row['name']}: {dead} inputs dropped", "why": "always zero in calibration"})
     decisions += [{"what": note, "why": "conversion of the source"} for note in state.source.notes]
+    precision = state.recipe.proposer.precision
+    if precision != "bf16":
+        decisions.append({"what": f"proposer's linears in {precision}", "why": "the recipe asks for it"})
     fault = (state.job.stage("propose") or {}).get("fault")
     if fault is not None:
         decisions.append({"what": f"proposer {fault}", "why": "the recipe names this head; it is used as it is"})

@@ -136,10 +136,23 @@ def test_the_passport_says_that_a_named_head_reads_the_states_of_other_layers(fo
     config = json.loads((moved / "config.json").read_text())
     config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [1, 2]
     (moved / "config.json").write_text(json.dumps(config))
+    (moved / "passport.json").unlink()
     made = run(folder, given(folder, source, moved), "with-moved-head")
     (found,) = [row for row in made.passport.decisions if row.what.startswith("proposer")]
     assert found.what.startswith("proposer moved: with eagle_aux_hidden_state_layer_ids [0, 1] the target would accept")
     assert found.why == "the recipe names this head; it is used as it is"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"kind": "medusa"}, "calls it a proposer of kind medusa"), ({"files": {"a": "0" * 64}}, "a: is missing")],
+)
+def test_a_named_head_that_is_not_its_passports_is_refused(folder, source, head, change, message):
+    other = shutil.copytree(head, folder / f"other-{next(iter(change))}")
+    described = json.loads((other / "passport.json").read_text())
+    (other / "passport.json").write_text(json.dumps(described | change))
+    with pytest.raises(CompressError, match=message):
+        run(folder, given(folder, source, other), "refused")
 
 
 def test_a_named_head_that_changes_during_the_job_is_refused(folder, source, head, monkeypatch):

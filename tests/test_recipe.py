@@ -328,6 +328,15 @@ def test_a_setting_that_a_kind_does_not_read_is_refused(write, setting, kind):
         assert refusal(path) == said
 
 
+def test_a_part_of_an_optimization_keeps_the_defaults_of_the_rest(write):
+    text = trained("{optimization: {rate: 0.1}}")
+    training = Recipe.load(write(text)).proposer.training
+    assert (training.optimization.steps, training.optimization.rate, training.optimization.warmup) == (1500, 0.1, 50)
+    heal = Recipe.load(write(text), ["proposer.heal.optimization.steps=7"]).proposer.heal
+    assert (heal.optimization.steps, heal.optimization.rate, heal.optimization.warmup) == (7, 2e-4, 20)
+    assert Recipe.load(write(text), ["proposer.heal.answers.self_written=0.5"]).proposer.heal.answers.count == 2000
+
+
 def test_overrides_reach_into_sections_that_may_be_absent(write):
     path = write(trained("{optimization: {steps: 7, rate: 0.1}}"))
     training = Recipe.load(path, ["proposer.training.answers.count=100"]).proposer.training
@@ -386,7 +395,6 @@ REFUSED = {
             "{answers: {cache: dsk}}": "answers.cache: 'dsk' is not allowed; must be one of disk, none; did you mean",
             "{answers: {count: 'x'}}": "proposer.training.answers.count: 'x' is not allowed; must be a whole number",
             "{answers: {count: 9, held_out: 9}}": "answers.held_out: 9 is not allowed: must be smaller than count (9)",
-            "{optimization: {rate: 0.1}}": "training.optimization.steps: missing (Steps of the optimizer)",
         }.items()
     },
     "proposer: {kind: eagle3, path: h, heal: {decya: 1}}": "proposer.heal.decya: unknown key; did you mean 'decay'?",

@@ -1,5 +1,5 @@
 """Whether a proposer on disk still drafts for a target as well as its passport says, an EAGLE-3 head also from the
-states and with the logits that it was trained with: the check after every export."""
+states that it was trained with: the check after every export."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +16,8 @@ from compressor.proposers import load
 from compressor.proposers.base import Proposer
 from compressor.proposers.eagle3 import Eagle3Proposer
 from compressor.train import overlap
+from compressor.train.corpus import Document
+from compressor.train.eagle3 import Eagle3Head
 from compressor.train.overlap import Examined
 from compressor.ui import UI, NullUI
 
@@ -53,17 +55,33 @@ def usual_prompts(tokenizer: Any) -> Prompts:
     return acceptance_prompts(tokenizer, PROMPTS)
 
 
-def more_prompts(tokenizer: Any) -> Prompts:
-    """What a head is examined on."""
-    return acceptance_prompts(tokenizer, TEXTS)
+def texts_of(decoder: Decoder, tokenizer: Any, ui: UI) -> list[Document]:
+    """What an EAGLE-3 head is examined on: the target's answers. Raises as `overlap.greedy_texts`; tells of a target
+    that gives none."""
+    texts = overlap.greedy_texts(decoder, acceptance_prompts(tokenizer, TEXTS), ui)
+    if not texts:
+        ui.note("the head is not examined: no prompt leaves room for an answer, or none has two tokens")
+    return texts
+
+
+def fitting(prompts: Prompts, decoder: Decoder) -> Prompts:
+    """The prompts that leave room for an answer of `TOKENS`. Raises CompressError where none does."""
+    room = [prompt for prompt in prompts if decoder.max_length is None or len(prompt) + TOKENS <= decoder.max_length]
+    if not room:
+        raise CompressError(
+            f"the target has {decoder.max_length} positions; the shortest prompt that a head is checked with and its "
+            f"answer take {min(map(len, prompts)) + TOKENS}"
+        )
+    return room
 
 
 def measure(proposer: Proposer, decoder: Decoder, prompts: Prompts, ui: UI | None = None) -> dict[str, Any]:
-    """Acceptance on greedy answers of `TOKENS` tokens."""
-    with (ui or NullUI()).progress("head check", len(prompts)) as progress:
+    """Acceptance on greedy answers of `TOKENS` tokens. Raises as `fitting`."""
+    room = fitting(prompts, decoder)
+    with (ui or NullUI()).progress("head check", len(room)) as progress:
         return acceptance.measure(
             Runner(decoder, proposer, K),
-            prompts,
+            room,
             task="head check",
             target="baseline",
             k=K,
@@ -82,39 +100,41 @@ def check(
     prompts: Prompts,
     *,
     recorded: float | None = None,
+    recorded_expected: float | None = None,
     least_first: float = LEAST_FIRST,
-    examine_on: Prompts = (),
+    texts: Sequence[Document] = (),
     ui: UI | None = None,
 ) -> Finding:
     """Load the proposer of `kind` in `folder` for the target and compare its tau with the one `recorded` for it;
-    without one, the acceptance of its first token with `least_first`. An EAGLE-3 head is also examined on the target's
-    answers to the prompts `examine_on`.
+    without one, the acceptance of its first token with `least_first`. An EAGLE-3 head is also examined on `texts`, and
+    what is found compared with `recorded_expected`.
 
-    Errors as `compressor.proposers.load.build`.
+    Errors as `compressor.proposers.load.build` and `fitting`.
     """
     proposer = load.build(load.Choice(kind, folder), decoder, target)
     assert proposer is not None
+    examined = examine(folder, decoder, target, texts) if texts and kind == "eagle3" else None
     measured = measure(proposer, decoder, prompts, ui)
-    examined = None
-    if examine_on and kind == "eagle3":
-        examined = examine(folder, decoder, target, examine_on, ui or NullUI())
-    faults = [_drafting_fault(measured, recorded, least_first), examined.fault if examined is not None else None]
+    faults = [_drafting_fault(measured, recorded, least_first)]
+    if examined is not None:
+        faults += [_expected_fault(examined, recorded_expected), examined.fault]
     return Finding(measured, "; ".join(fault for fault in faults if fault is not None) or None, examined)
 
 
-def examine(folder: Path, decoder: Decoder, target: Path, prompts: Prompts, ui: UI) -> Examined | None:
-    """The overlap of the EAGLE-3 head in `folder` on the target's answers to `prompts`; None, and a note, where there
-    are none. Errors as `compressor.proposers.load.build`."""
+def examine(folder: Path, decoder: Decoder, target: Path, texts: Sequence[Document]) -> Examined:
+    """The overlap of the EAGLE-3 head in `folder` on `texts`. Errors as `compressor.proposers.load.build`;
+    CompressError for one whose logits are NaN."""
     proposer = load.build(load.Choice("eagle3", folder), decoder, target)
     assert isinstance(proposer, Eagle3Proposer)
-    texts = overlap.greedy_texts(decoder, prompts, ui)
-    if not texts:
-        ui.note(f"{folder}: not examined: the target answers none of {len(prompts)} prompts with two tokens or more")
-        return None
-    return overlap.examine(proposer, decoder, texts)
+    try:
+        return overlap.examine(proposer, decoder, texts)
+    except CompressError as error:
+        raise CompressError(f"{folder}: {error}") from None
 
 
 def _drafting_fault(measured: dict[str, Any], recorded: float | None, least_first: float) -> str | None:
+    if not measured["drafts"]:
+        return "nothing was drafted: the target's answers end with their first token, so the head cannot be judged"
     if recorded is None:
         first = measured["conditional"][0] or 0.0
         if first >= least_first:
@@ -126,6 +146,27 @@ def _drafting_fault(measured: dict[str, Any], recorded: float | None, least_firs
     if measured["tau"] - 1 >= LEAST_SHARE * (recorded - 1):
         return None
     return f"tau is {measured['tau']:.2f}, {recorded:.2f} is recorded: other weights, or another target"
+
+
+def _expected_fault(examined: Examined, recorded: float | None) -> str | None:
+    if recorded is None or examined.own.rate >= LEAST_SHARE * recorded:
+        return None
+    return (
+        f"at temperature 1 the target would accept {examined.own.rate:.3f} of its first tokens, {recorded:.3f} is "
+        "recorded: other weights, a missing norm, or another target"
+    )
+
+
+def refuse_other_law(folder: Path, head: Eagle3Head, decoder: Decoder, target: Path, texts: Sequence[Document]) -> None:
+    """Raise CompressError where the head in `folder` does not draft as the module does that it was written from."""
+    proposer = load.build(load.Choice("eagle3", folder), decoder, target)
+    assert isinstance(proposer, Eagle3Proposer)
+    found = overlap.shared(head, proposer, decoder, texts)
+    if not found >= overlap.LEAST_SAME:
+        raise CompressError(
+            f"{folder}: its law shares {found:.3f} with that of the head that was trained, {overlap.LEAST_SAME} is the "
+            "least that rounding explains; the export is wrong"
+        )
 
 
 def least_after(held_out: float) -> float:

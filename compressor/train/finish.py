@@ -43,7 +43,7 @@ def finish(
     was made from.
 
     Raises CompressError, and leaves nothing, for one that drafts far worse than it did in training, and for an EAGLE-3
-    head that the examination finds a fault in.
+    head that drafts otherwise than what was trained or that the examination finds a fault in.
     """
     place.ui.stage("export")
     shutil.rmtree(folder, ignore_errors=True)
@@ -58,8 +58,11 @@ def finish(
                 (folder / name).write_text(text, encoding="utf-8")
         best = max(trained.facts["history"], key=lambda entry: entry["tau"])
         made = (kind, folder, place.decoder, place.target)
-        least, more = check.least_after(best["conditional"][0]), check.more_prompts(place.tokenizer)
-        found = check.check(*made, trained.prompts, least_first=least, examine_on=more, ui=place.ui)
+        texts = check.texts_of(place.decoder, place.tokenizer, place.ui) if trained.head is not None else []
+        if trained.head is not None and texts:
+            check.refuse_other_law(folder, trained.head, place.decoder, place.target, texts)
+        least = check.least_after(best["conditional"][0])
+        found = check.check(*made, trained.prompts, least_first=least, texts=texts, ui=place.ui)
         check.refuse(folder, found)
         usual = check.check(*made, check.usual_prompts(place.tokenizer), least_first=0, ui=place.ui)
         return passport.write(
@@ -69,6 +72,7 @@ def finish(
             recipe=recipe,
             training=trained.facts,
             check=usual.measured,
+            expected_acceptance=None if found.examined is None else found.examined.own.rate,
             healed_from=healed_from,
         )
     except BaseException:

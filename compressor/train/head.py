@@ -32,11 +32,13 @@ without the final norm, or of other documents, give back far fewer."""
 @dataclass(frozen=True)
 class Trained:
     """`export` writes the proposer with its best weights into a folder; `facts`, for the passport, are documents,
-    vocabulary and history (see `loop.train`); `prompts` are those of held-out documents, for a check."""
+    vocabulary and history (see `loop.train`); `prompts` are those of held-out documents, for a check; `head` is what
+    was trained, where it is an EAGLE-3 head."""
 
     export: Callable[[Path], None]
     facts: dict[str, Any]
     prompts: list[list[int]]
+    head: Eagle3Head | None
 
 
 def output_weight(decoder: Decoder, ids: Tensor) -> Tensor:
@@ -109,7 +111,7 @@ class Workplace:
 def make(place: Workplace, kind: str, spec: Training) -> Trained:
     """Train a proposer of `kind` (eagle3, medusa, draft) for the target from nothing. Raises, before any work,
     CompressError for a target that cannot be learnt from and UsageError for a proposer that it has no room for."""
-    _check_target(place.decoder)
+    _check_target(place)
     if kind == "eagle3":
         shape_of(place.decoder, spec)
     if kind == "draft":
@@ -123,15 +125,17 @@ def make(place: Workplace, kind: str, spec: Training) -> Trained:
 
 def heal(place: Workplace, head: Eagle3Head, spec: Heal, layout: export.Layout) -> Trained:
     """Fine-tune `head`, of another form of the target, on what this one answers; it is written in `layout`."""
-    _check_target(place.decoder)
+    _check_target(place)
     documents, source = place.documents(spec.answers)
     task = Eagle3Task(head, output_weight(place.decoder, head.target_ids), steps=spec.unroll, decay=spec.decay)
     return _fit(place, task, documents, source, spec, head.shape.aux, _exporting(place, head, layout))
 
 
-def _check_target(decoder: Decoder) -> None:
-    if getattr(decoder.config, "final_logit_softcapping", None) is not None:
-        raise CompressError(f"model_type '{decoder.config.model_type}': capped logits cannot be distilled")
+def _check_target(place: Workplace) -> None:
+    config = place.decoder.config
+    if getattr(config, "final_logit_softcapping", None) is not None:
+        raise CompressError(f"model_type '{config.model_type}': capped logits cannot be distilled")
+    check.fitting(check.usual_prompts(place.tokenizer), place.decoder)
 
 
 Begun = tuple[nn.Module, Sequence[int], Callable[[Path], None]]
@@ -215,7 +219,8 @@ def _fit(
         "history": history,
     }
     judged = [documents[index] for index in held_out[: check.PROMPTS]]
-    return Trained(write, facts, [document.tokens[: document.start] for document in judged])
+    head = task.head if isinstance(task, Eagle3Task) else None
+    return Trained(write, facts, [document.tokens[: document.start] for document in judged], head)
 
 
 def states_of(

@@ -17,10 +17,12 @@ from torch import Tensor
 from compressor.decode.decoder import FINAL, Decoder
 from compressor.decode.law import Law
 from compressor.decode.reading import batches_of
+from compressor.errors import CompressError, UsageError
 from compressor.proposers.eagle3 import Eagle3Proposer
 from compressor.proposers.nodes import NodeCache
 from compressor.train import answers, states
 from compressor.train.corpus import Document
+from compressor.train.eagle3 import Eagle3Head
 from compressor.ui import UI
 
 TOKENS = 64
@@ -33,21 +35,19 @@ LEAST_TEXTS = 8
 LEAST_ERRORS, LEAST_GAIN = 3.0, 0.005
 """By how many standard errors, and by how much, other states must be better before they are taken for the right ones.
 For a head that has not learnt anything neighbouring states differ surely, but hardly."""
-LEAST_DRAFTING = 0.1
-"""Probability that the target gives the head's favourite tokens, below which nothing is said of the logits' scale."""
-WIDEST = 1.6
-"""How many times as sure of its favourite tokens as the target a head may be, or the target as the head. Training on
-the target's law makes both alike: 1.1 in the head that this project ships, 0.46 without its final norm."""
+LEAST_RATE = 0.02
+"""Expected acceptance below which a head is damaged, or another model's."""
+LEAST_SAME = 0.9
+"""What the laws of a trained head and of its export must share; their rounding differs."""
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """Of every token that is foreseen, all [N]: `accepted`, Σ min(p, q); `sure`, the head's probability of its
-    favourite token, and `granted`, the target's of the same one; `text`, the index of the text that it is in."""
+    """Of every token that is foreseen, all [N]: `accepted`, Σ min(p, q); `agrees`, whether head and target have one
+    favourite; `text`, the index of the text that it is in."""
 
     accepted: Tensor
-    sure: Tensor
-    granted: Tensor
+    agrees: Tensor
     text: Tensor
 
     @cached_property
@@ -55,11 +55,11 @@ class Overlap:
         """Expected acceptance of a draft's first token at temperature 1."""
         return float(self.accepted.mean())
 
-    def difference(self, other: "Overlap") -> tuple[float, float]:
-        """`rate` less that of `other` on the same texts, and the standard error, texts being the sample: infinite for
-        one text."""
+    def difference(self, other: "Overlap", of: str = "accepted") -> tuple[float, float]:
+        """`rate`, or the mean of another field, less that of `other` on the same texts, and the standard error, texts
+        being the sample: infinite for one text."""
         texts = int(self.text.max()) + 1
-        gains = self.accepted - other.accepted
+        gains = getattr(self, of) - getattr(other, of)
         mean = float(gains.mean())
         of_texts = torch.zeros(texts).index_add(0, self.text, gains - mean)
         scale = texts / (texts - 1) if texts > 1 else torch.inf
@@ -77,13 +77,9 @@ class Examined:
 
     @property
     def fault(self) -> str | None:
-        """Why the head's states or logits are not what it was trained with; None where nothing speaks for that."""
-        sure, granted = float(self.own.sure.mean()), float(self.own.granted.mean())
-        if granted >= LEAST_DRAFTING and not 1 / WIDEST <= sure / granted <= WIDEST:
-            return (
-                f"it gives its most probable token {sure:.1%} where the target gives it {granted:.1%}: a final norm or "
-                "a scale of logits is missing"
-            )
+        """Why the head is not what was trained for this target; None where nothing speaks for that."""
+        if self.own.rate < LEAST_RATE:
+            return f"at temperature 1 the target would accept {self.own.rate:.1%} of its first tokens: it is damaged"
         if int(self.own.text.max()) + 1 < LEAST_TEXTS:
             return None
         found = {shift: overlap.difference(self.own) for shift, overlap in self.moved.items()}
@@ -100,20 +96,35 @@ class Examined:
             f"{gain:.3f} ± {error:.3f} more of its drafts than with {list(self.aux)}"
         )
 
+    def __str__(self) -> str:
+        moved = []
+        for shift, overlap in self.moved.items():
+            gain, error = overlap.difference(self.own)
+            moved.append(f"{gain:+.3f} ± {error:.3f} with states one layer {'higher' if shift > 0 else 'lower'}")
+        rate = f"at temperature 1 the target would accept {self.own.rate:.3f} of its first tokens"
+        return ", ".join([rate, *moved])
+
     def summary(self) -> dict[str, Any]:
         """For JSON."""
         moved = {shift: overlap.difference(self.own) for shift, overlap in self.moved.items()}
         return {
             "tokens": len(self.own.accepted),
             "expected_acceptance": self.own.rate,
-            "own_probability": float(self.own.sure.mean()),
-            "target_probability": float(self.own.granted.mean()),
-            **{f"layers{shift:+}": {"gain": gain, "error": error} for shift, (gain, error) in moved.items()},
+            "top1_agreement": float(self.own.agrees.mean()),
+            **{
+                f"layers{shift:+}": {"gain": gain, "error": error if error < torch.inf else None}
+                for shift, (gain, error) in moved.items()
+            },
         }
 
 
 def greedy_texts(decoder: Decoder, prompts: Sequence[Sequence[int]], ui: UI) -> list[Document]:
-    """Prompts with the target's answers, where they leave room for one and it has two tokens."""
+    """Prompts with the target's answers, where they leave room for one and it has two tokens. Raises UsageError for ids
+    that the target does not have."""
+    if any(not 0 <= token < decoder.vocab_size for prompt in prompts for token in prompt):
+        raise UsageError(
+            f"the prompt has a token id outside the model's vocabulary of {decoder.vocab_size}: another's tokenizer"
+        )
     room = [prompt for prompt in prompts if decoder.max_length is None or len(prompt) + TOKENS <= decoder.max_length]
     with ui.progress("answers to examine the head on", len(room) * TOKENS) as bar:
         written = answers.Writing(
@@ -133,7 +144,7 @@ def greedy_texts(decoder: Decoder, prompts: Sequence[Sequence[int]], ui: UI) -> 
 def examine(proposer: Eagle3Proposer, decoder: Decoder, texts: Sequence[Document]) -> Examined:
     """The overlap at all tokens of the answers but their first, which no draft foresees; one pass of the target.
 
-    texts: at least one, each with an answer of two tokens or more.
+    texts: at least one, each with an answer of two tokens or more. Raises CompressError for logits that are NaN.
     """
     own, count = proposer.features, len(decoder.layers)
     shifts = [0, *(shift for shift in SHIFTS if own[0] + shift >= 0 and own[-1] + shift <= count)]
@@ -148,7 +159,30 @@ def examine(proposer: Eagle3Proposer, decoder: Decoder, texts: Sequence[Document
                 features = torch.cat([by_layer[index + shift] for index in own], -1)
                 parts[shift].append(_of_text(_law(proposer, texts[i], features), target, i))
     joined = {shift: _joined(of) for shift, of in parts.items()}
+    if not joined[0].accepted.isfinite().all():
+        raise CompressError("the head's logits are NaN or infinite on the target's own states")
     return Examined(own, joined.pop(0), joined)
+
+
+@torch.inference_mode()
+def shared(head: Eagle3Head, proposer: Eagle3Proposer, decoder: Decoder, texts: Sequence[Document]) -> float:
+    """What the law of the module that was trained has in common with that of its export, each given the states that it
+    names: the mean of Σ min over the tokens of the answers."""
+    both = sorted({*head.shape.aux, *proposer.features})
+    parts = []
+    for text in texts:
+        (rows,) = states.read(decoder, [text.tokens], both)
+        by_layer = dict(zip([*both, FINAL], rows.split(decoder.config.hidden_size, -1), strict=True))
+        trained, exported = (
+            torch.cat([by_layer[index] for index in aux], -1) for aux in (head.shape.aux, proposer.features)
+        )
+        tokens = torch.tensor([text.tokens[1:-1]], device=rows.device)
+        (state,) = head(trained[None, : tokens.shape[1]].float(), tokens, 1)
+        logits = head.lm_head(state[0, text.start - 1 :].float())
+        law = torch.zeros(len(logits), decoder.vocab_size, device=rows.device)
+        law[:, head.target_ids] = logits.softmax(-1)
+        parts.append(torch.minimum(law, _law(proposer, text, exported)).sum(-1))
+    return float(torch.cat(parts).mean())
 
 
 def _law(proposer: Eagle3Proposer, text: Document, features: Tensor) -> Tensor:
@@ -161,12 +195,11 @@ def _law(proposer: Eagle3Proposer, text: Document, features: Tensor) -> Tensor:
 
 
 def _of_text(head: Tensor, target: Tensor, index: int) -> Overlap:
-    best = head.max(-1)
-    granted = target.gather(-1, best.indices[:, None])[:, 0]
+    agrees = head.argmax(-1) == target.argmax(-1)
     accepted = torch.minimum(head, target).sum(-1)
-    return Overlap(accepted.cpu(), best.values.cpu(), granted.cpu(), torch.full((len(head),), index))
+    return Overlap(accepted.cpu(), agrees.float().cpu(), torch.full((len(head),), index))
 
 
 def _joined(parts: Sequence[Overlap]) -> Overlap:
-    columns = zip(*((part.accepted, part.sure, part.granted, part.text) for part in parts), strict=True)
+    columns = zip(*((part.accepted, part.agrees, part.text) for part in parts), strict=True)
     return Overlap(*(torch.cat(column) for column in columns))

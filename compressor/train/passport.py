@@ -54,6 +54,8 @@ class HeadPassport(Record):
     """Documents, vocabulary and history (compressor.train.head)."""
     check: Acceptance
     """What the export check measured."""
+    expected_acceptance: float | None = None
+    """Of an EAGLE-3 head's first token at temperature 1 (compressor.train.overlap)."""
     lowering: Lowering | None = None
     environment: Environment
     files: dict[str, Sha256] = Field(min_length=1)
@@ -88,6 +90,7 @@ def write(
     recipe: dict[str, Any],
     training: dict[str, Any],
     check: dict[str, Any],
+    expected_acceptance: float | None,
     healed_from: dict[str, str] | None = None,
 ) -> HeadPassport:
     """Write passport.json beside the files that `folder` holds by now."""
@@ -100,6 +103,7 @@ def write(
             "recipe": recipe,
             "training": training,
             "check": {**check, "evidence": MEASURED},
+            "expected_acceptance": expected_acceptance,
             "environment": environment.capture(),
             "files": files(folder),
         }
@@ -114,12 +118,14 @@ def write_lowered(
     *,
     lowering: dict[str, Any],
     check: dict[str, Any],
+    expected_acceptance: float | None,
 ) -> None:
     """Write the passport of the head in `folder`, made from the one of passport `old`. `lowering`, `check`: its
     fields."""
     changed = {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "check": check,
+        "expected_acceptance": expected_acceptance,
         "lowering": lowering,
         "environment": environment.capture(),
         "files": files(folder),

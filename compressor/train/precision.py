@@ -98,9 +98,10 @@ def lower_and_check(
         passport.refuse_changed(head, described)
     lower(head, out, to)
     prompts = check.usual_prompts(tokenizer)
-    before, after = (
-        check.check("eagle3", place, decoder, target, prompts, least_first=0, ui=ui).measured for place in (head, out)
-    )
+    texts = [] if described is None else check.texts_of(decoder, tokenizer, ui)
+    before = check.check("eagle3", head, decoder, target, prompts, least_first=0, ui=ui).measured
+    found = check.check("eagle3", out, decoder, target, prompts, least_first=0, texts=texts, ui=ui)
+    after = found.measured
     refuse_loss(head, to, before, after, loss)
     after = {**after, "precision": to}
     if described is not None:
@@ -110,6 +111,7 @@ def lower_and_check(
             described,
             lowering={**lowering, "before": {**before, "evidence": MEASURED}},
             check={**after, "evidence": MEASURED},
+            expected_acceptance=None if found.examined is None else found.examined.own.rate,
         )
     return before, after
 
