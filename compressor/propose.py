@@ -76,7 +76,7 @@ def _take(state: Run, given: Path) -> None:
         if spec.heal is not None:
             export.load(given, decoder)
         texts = check.texts_of(decoder, state.tokenizer, state.ui)
-        fault = check.examine(given, decoder, state.source.folder, texts).fault if texts else None
+        fault = check.examine(given, decoder, texts).fault if texts else None
         if fault is not None:
             found["fault"] = f"{given.name}: {fault}"
             state.ui.note(f"{given}: {fault}; it is used as it is")

@@ -21,14 +21,18 @@ def allowed_loss(precision: str, stated: float | None) -> float | None:
     return USUAL_LOSS if stated is None and not precision.startswith("int4") else stated
 
 
+Steps = Annotated[int, Field(ge=1, description="Steps of the optimizer.")]
+Rate = Annotated[float, Field(gt=0, le=1, description="Largest learning rate; it warms up, then falls along a cosine.")]
+Warmup = Annotated[int, Field(ge=0, description="Steps of warm-up.")]
+Count = Annotated[int, Field(ge=2, le=40_000, description="Prompts, from the front of the list.")]
+
+
 class Optimization(Section):
     """How a proposer's weights are fitted."""
 
-    steps: int = Field(default=1500, ge=1, description="Steps of the optimizer.")
-    rate: float = Field(
-        default=1e-3, gt=0, le=1, description="Largest learning rate; it warms up, then falls along a cosine."
-    )
-    warmup: int = Field(default=50, ge=0, description="Steps of warm-up.")
+    steps: Steps = 1500
+    rate: Rate = 1e-3
+    warmup: Warmup = 50
     batch_tokens: int = Field(default=4096, ge=16, description="Tokens of a batch, padding included.")
     accumulation: int = Field(default=1, ge=1, description="Batches a step.")
     evaluate_every: int = Field(default=200, ge=1, description="Steps between two looks at the held-out documents.")
@@ -46,7 +50,7 @@ class Answers(Section):
         min_length=1,
         description="JSON Lines file of text or messages; null = prompts written for this project.",
     )
-    count: int = Field(default=12_000, ge=2, le=40_000, description="Prompts, from the front of the list.")
+    count: Count = 12_000
     self_written: float = Field(
         default=0.0, ge=0, le=1, description="Share of the prompts that the target, a chat model, writes itself."
     )
@@ -126,17 +130,15 @@ they were written: the recipe beside a trained head holds every key, and must lo
 class HealOptimization(Optimization):
     """How a head that drafts already is fitted again."""
 
-    steps: int = Field(default=200, ge=1, description="Steps of the optimizer.")
-    rate: float = Field(
-        default=2e-4, gt=0, le=1, description="Largest learning rate; it warms up, then falls along a cosine."
-    )
-    warmup: int = Field(default=20, ge=0, description="Steps of warm-up.")
+    steps: Steps = 200
+    rate: Rate = 2e-4
+    warmup: Warmup = 20
 
 
 class HealAnswers(Answers):
     """What the quantized target answers."""
 
-    count: int = Field(default=2000, ge=2, le=40_000, description="Prompts, from the front of the list.")
+    count: Count = 2000
 
 
 class Heal(Section):

@@ -128,7 +128,7 @@ def test_a_head_that_is_named_becomes_part_of_the_bundle(folder, source, head):
     made = run(folder, given(folder, source, head), "with-head")
     assert made.passport.proposer.files["model.safetensors"] == files(head)["model.safetensors"]
     assert [row.target for row in made.passport.outcomes.acceptance] == ["baseline", "quantized"]
-    assert not [row for row in made.passport.decisions if row.what.startswith("proposer")]
+    assert not [row for row in made.passport.decisions if row.what.startswith("proposer")]  # of its precision, too
 
 
 def test_the_passport_says_that_a_named_head_reads_the_states_of_other_layers(folder, source, head):
@@ -211,6 +211,7 @@ def test_the_head_goes_into_the_bundle_in_the_precision_that_the_recipe_says(fol
     assert [row.precision for row in rows] == ["int8", None]
     stored = load_file(made.path / "proposer" / "model.safetensors")
     assert stored["fc.weight"].dtype == torch.int8
+    assert "proposer's linears in int8" in [row.what for row in made.passport.decisions]
     lowering = HeadPassport.load(made.path / "proposer").lowering
     assert (lowering.precision, lowering.allowed_loss) == ("int8", 0.9)
     assert lowering.files == HeadPassport.load(head).files

@@ -268,8 +268,7 @@ def _check(request: Request, history: list[int], decoder: Decoder) -> None:
         raise UsageError("the prompt is empty: generation needs at least one token")
     if request.max_new_tokens < 1:
         raise UsageError(f"max_new_tokens: {request.max_new_tokens} is not a positive number")
-    if any(not 0 <= token < decoder.vocab_size for token in history):
-        raise UsageError(f"the prompt has a token id outside the model's vocabulary of {decoder.vocab_size}")
+    decoder.refuse_unknown(history)
     if decoder.max_length is not None and len(history) + request.max_new_tokens > decoder.max_length:
         raise UsageError(
             f"{len(history)} prompt tokens and {request.max_new_tokens} new ones exceed the model's "

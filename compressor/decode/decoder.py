@@ -147,6 +147,11 @@ class Decoder:
             tables[kind] = (cos[0, :, None], sin[0, :, None])
         return tables
 
+    def refuse_unknown(self, tokens: Sequence[int]) -> None:
+        """Raise UsageError for token ids that the model does not have."""
+        if any(not 0 <= token < self.vocab_size for token in tokens):
+            raise UsageError(f"the prompt has a token id outside the model's vocabulary of {self.vocab_size}")
+
     def logits(self, x: Tensor) -> Tensor:
         """Final states [N, hidden] → [N, V]."""
         logits = self.head(x)

@@ -66,7 +66,7 @@ def texts_of(decoder: Decoder, tokenizer: Any, ui: UI) -> list[Document]:
 
 def fitting(prompts: Prompts, decoder: Decoder) -> Prompts:
     """The prompts that leave room for an answer of `TOKENS`. Raises CompressError where none does."""
-    room = [prompt for prompt in prompts if decoder.max_length is None or len(prompt) + TOKENS <= decoder.max_length]
+    room = overlap.fitting(prompts, decoder, TOKENS)
     if not room:
         raise CompressError(
             f"the target has {decoder.max_length} positions; the shortest prompt that a head is checked with and its "
@@ -113,7 +113,7 @@ def check(
     """
     proposer = load.build(load.Choice(kind, folder), decoder, target)
     assert proposer is not None
-    examined = examine(folder, decoder, target, texts) if texts and kind == "eagle3" else None
+    examined = examine(folder, decoder, texts) if texts and kind == "eagle3" else None
     measured = measure(proposer, decoder, prompts, ui)
     faults = [_drafting_fault(measured, recorded, least_first)]
     if examined is not None:
@@ -121,13 +121,11 @@ def check(
     return Finding(measured, "; ".join(fault for fault in faults if fault is not None) or None, examined)
 
 
-def examine(folder: Path, decoder: Decoder, target: Path, texts: Sequence[Document]) -> Examined:
-    """The overlap of the EAGLE-3 head in `folder` on `texts`. Errors as `compressor.proposers.load.build`;
-    CompressError for one whose logits are NaN."""
-    proposer = load.build(load.Choice("eagle3", folder), decoder, target)
-    assert isinstance(proposer, Eagle3Proposer)
+def examine(folder: Path, decoder: Decoder, texts: Sequence[Document]) -> Examined:
+    """The overlap of the EAGLE-3 head in `folder` on `texts`. Errors as `Eagle3Proposer.load`; CompressError for one
+    whose logits are NaN."""
     try:
-        return overlap.examine(proposer, decoder, texts)
+        return overlap.examine(Eagle3Proposer.load(folder, decoder), decoder, texts)
     except CompressError as error:
         raise CompressError(f"{folder}: {error}") from None
 
@@ -157,11 +155,9 @@ def _expected_fault(examined: Examined, recorded: float | None) -> str | None:
     )
 
 
-def refuse_other_law(folder: Path, head: Eagle3Head, decoder: Decoder, target: Path, texts: Sequence[Document]) -> None:
+def refuse_other_law(folder: Path, head: Eagle3Head, decoder: Decoder, texts: Sequence[Document]) -> None:
     """Raise CompressError where the head in `folder` does not draft as the module does that it was written from."""
-    proposer = load.build(load.Choice("eagle3", folder), decoder, target)
-    assert isinstance(proposer, Eagle3Proposer)
-    found = overlap.shared(head, proposer, decoder, texts)
+    found = overlap.shared(head, Eagle3Proposer.load(folder, decoder), decoder, texts)
     if not found >= overlap.LEAST_SAME:
         raise CompressError(
             f"{folder}: its law shares {found:.3f} with that of the head that was trained, {overlap.LEAST_SAME} is the "

@@ -60,7 +60,7 @@ def finish(
         made = (kind, folder, place.decoder, place.target)
         texts = check.texts_of(place.decoder, place.tokenizer, place.ui) if trained.head is not None else []
         if trained.head is not None and texts:
-            check.refuse_other_law(folder, trained.head, place.decoder, place.target, texts)
+            check.refuse_other_law(folder, trained.head, place.decoder, texts)
         least = check.least_after(best["conditional"][0])
         found = check.check(*made, trained.prompts, least_first=least, texts=texts, ui=place.ui)
         check.refuse(folder, found)

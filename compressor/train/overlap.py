@@ -17,7 +17,7 @@ from torch import Tensor
 from compressor.decode.decoder import FINAL, Decoder
 from compressor.decode.law import Law
 from compressor.decode.reading import batches_of
-from compressor.errors import CompressError, UsageError
+from compressor.errors import CompressError
 from compressor.proposers.eagle3 import Eagle3Proposer
 from compressor.proposers.nodes import NodeCache
 from compressor.train import answers, states
@@ -75,6 +75,11 @@ class Examined:
     own: Overlap
     moved: dict[int, Overlap]
 
+    @cached_property
+    def gains(self) -> dict[int, tuple[float, float]]:
+        """By shift, the gain in expected acceptance over the head's own states, and its standard error."""
+        return {shift: overlap.difference(self.own) for shift, overlap in self.moved.items()}
+
     @property
     def fault(self) -> str | None:
         """Why the head is not what was trained for this target; None where nothing speaks for that."""
@@ -82,10 +87,9 @@ class Examined:
             return f"at temperature 1 the target would accept {self.own.rate:.1%} of its first tokens: it is damaged"
         if int(self.own.text.max()) + 1 < LEAST_TEXTS:
             return None
-        found = {shift: overlap.difference(self.own) for shift, overlap in self.moved.items()}
         better = {
             shift: (gain, error)
-            for shift, (gain, error) in found.items()
+            for shift, (gain, error) in self.gains.items()
             if gain > LEAST_GAIN and gain > LEAST_ERRORS * error
         }
         if not better:
@@ -97,35 +101,37 @@ class Examined:
         )
 
     def __str__(self) -> str:
-        moved = []
-        for shift, overlap in self.moved.items():
-            gain, error = overlap.difference(self.own)
-            moved.append(f"{gain:+.3f} ± {error:.3f} with states one layer {'higher' if shift > 0 else 'lower'}")
+        moved = [
+            f"{gain:+.3f} ± {error:.3f} with states one layer {'higher' if shift > 0 else 'lower'}"
+            for shift, (gain, error) in self.gains.items()
+        ]
         rate = f"at temperature 1 the target would accept {self.own.rate:.3f} of its first tokens"
         return ", ".join([rate, *moved])
 
     def summary(self) -> dict[str, Any]:
         """For JSON."""
-        moved = {shift: overlap.difference(self.own) for shift, overlap in self.moved.items()}
         return {
             "tokens": len(self.own.accepted),
             "expected_acceptance": self.own.rate,
             "top1_agreement": float(self.own.agrees.mean()),
             **{
                 f"layers{shift:+}": {"gain": gain, "error": error if error < torch.inf else None}
-                for shift, (gain, error) in moved.items()
+                for shift, (gain, error) in self.gains.items()
             },
         }
+
+
+def fitting(prompts: Sequence[Sequence[int]], decoder: Decoder, tokens: int) -> list[Sequence[int]]:
+    """The prompts that leave room for an answer of so many tokens."""
+    return [prompt for prompt in prompts if decoder.max_length is None or len(prompt) + tokens <= decoder.max_length]
 
 
 def greedy_texts(decoder: Decoder, prompts: Sequence[Sequence[int]], ui: UI) -> list[Document]:
     """Prompts with the target's answers, where they leave room for one and it has two tokens. Raises UsageError for ids
     that the target does not have."""
-    if any(not 0 <= token < decoder.vocab_size for prompt in prompts for token in prompt):
-        raise UsageError(
-            f"the prompt has a token id outside the model's vocabulary of {decoder.vocab_size}: another's tokenizer"
-        )
-    room = [prompt for prompt in prompts if decoder.max_length is None or len(prompt) + TOKENS <= decoder.max_length]
+    for prompt in prompts:
+        decoder.refuse_unknown(prompt)
+    room = fitting(prompts, decoder, TOKENS)
     with ui.progress("answers to examine the head on", len(room) * TOKENS) as bar:
         written = answers.Writing(
             decoder,
@@ -153,7 +159,7 @@ def examine(proposer: Eagle3Proposer, decoder: Decoder, texts: Sequence[Document
     for batch in batches_of([len(text.tokens) for text in texts], READ_TOKENS):
         found = states.read(decoder, [texts[i].tokens for i in batch], read)
         for i, rows in zip(batch, found, strict=True):
-            by_layer = dict(zip([*read, FINAL], rows.split(decoder.config.hidden_size, -1), strict=True))
+            by_layer = _by_layer(rows, read)
             target = decoder.logits(by_layer[FINAL][texts[i].start : -1]).softmax(-1, dtype=torch.float32)
             for shift in shifts:
                 features = torch.cat([by_layer[index + shift] for index in own], -1)
@@ -172,7 +178,7 @@ def shared(head: Eagle3Head, proposer: Eagle3Proposer, decoder: Decoder, texts: 
     parts = []
     for text in texts:
         (rows,) = states.read(decoder, [text.tokens], both)
-        by_layer = dict(zip([*both, FINAL], rows.split(decoder.config.hidden_size, -1), strict=True))
+        by_layer = _by_layer(rows, both)
         trained, exported = (
             torch.cat([by_layer[index] for index in aux], -1) for aux in (head.shape.aux, proposer.features)
         )
@@ -183,6 +189,11 @@ def shared(head: Eagle3Head, proposer: Eagle3Proposer, decoder: Decoder, texts: 
         law[:, head.target_ids] = logits.softmax(-1)
         parts.append(torch.minimum(law, _law(proposer, text, exported)).sum(-1))
     return float(torch.cat(parts).mean())
+
+
+def _by_layer(rows: Tensor, layers: Sequence[int]) -> dict[int, Tensor]:
+    """The states [n, H] of `states.read`, by what was asked for."""
+    return dict(zip([*layers, FINAL], rows.chunk(len(layers) + 1, -1), strict=True))
 
 
 def _law(proposer: Eagle3Proposer, text: Document, features: Tensor) -> Tensor:
