@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from compressor.decode import rejection
-from compressor.decode.decoder import CHUNK, Decoder, Feed, Pass
+from compressor.decode.decoder import CHUNK, Decoder, Feed, Pass, refuse_unknown
 from compressor.decode.law import Law, LawState
 from compressor.decode.length import Fixed, Length
 from compressor.errors import CompressError, UsageError
@@ -268,7 +268,7 @@ def _check(request: Request, history: list[int], decoder: Decoder) -> None:
         raise UsageError("the prompt is empty: generation needs at least one token")
     if request.max_new_tokens < 1:
         raise UsageError(f"max_new_tokens: {request.max_new_tokens} is not a positive number")
-    decoder.refuse_unknown(history)
+    refuse_unknown(history, decoder.vocab_size)
     if decoder.max_length is not None and len(history) + request.max_new_tokens > decoder.max_length:
         raise UsageError(
             f"{len(history)} prompt tokens and {request.max_new_tokens} new ones exceed the model's "

@@ -147,11 +147,6 @@ class Decoder:
             tables[kind] = (cos[0, :, None], sin[0, :, None])
         return tables
 
-    def refuse_unknown(self, tokens: Sequence[int]) -> None:
-        """Raise UsageError for token ids that the model does not have."""
-        if any(not 0 <= token < self.vocab_size for token in tokens):
-            raise UsageError(f"the prompt has a token id outside the model's vocabulary of {self.vocab_size}")
-
     def logits(self, x: Tensor) -> Tensor:
         """Final states [N, hidden] → [N, V]."""
         logits = self.head(x)
@@ -216,6 +211,12 @@ def _rope_types(config) -> list[str]:
     parameters = getattr(config, "rope_parameters", None) or {}
     nested = [entry for entry in parameters.values() if isinstance(entry, dict) and "rope_type" in entry]
     return [entry.get("rope_type", "default") for entry in nested or [parameters]]
+
+
+def refuse_unknown(tokens: Sequence[int], vocab_size: int) -> None:
+    """Raise UsageError for token ids that the model does not have."""
+    if any(not 0 <= token < vocab_size for token in tokens):
+        raise UsageError(f"the prompt has a token id outside the model's vocabulary of {vocab_size}")
 
 
 def _max_length(config) -> int | None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressor.decode.decoder import FINAL, Decoder
+from compressor.decode.decoder import FINAL, Decoder, refuse_unknown
 from compressor.decode.law import Law
 from compressor.decode.reading import batches_of
 from compressor.errors import CompressError
@@ -130,7 +130,7 @@ def greedy_texts(decoder: Decoder, prompts: Sequence[Sequence[int]], ui: UI) -> 
     """Prompts with the target's answers, where they leave room for one and it has two tokens. Raises UsageError for ids
     that the target does not have."""
     for prompt in prompts:
-        decoder.refuse_unknown(prompt)
+        refuse_unknown(prompt, decoder.vocab_size)
     room = fitting(prompts, decoder, TOKENS)
     with ui.progress("answers to examine the head on", len(room) * TOKENS) as bar:
         written = answers.Writing(
