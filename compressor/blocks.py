@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -147,7 +147,7 @@ def selected(groups: Sequence[LinearGroup], prefix: str, ignored: Callable[[str]
             )
         names = tuple(name for name in group.names if name not in left_out)
         if names:
-            chosen.append(LinearGroup(names, group.fused_as))
+            chosen.append(replace(group, names=names))
     return tuple(chosen)
 
 
