@@ -36,12 +36,14 @@ class InputStatistics:
     """What quantization needs to know of one group's input.
 
     hessian: XᵀX / tokens, float32 [in, in] (the 2 of the GPTQ paper cancels). amax: largest magnitude. Each is None
-    where nothing needs it. tokens: rows of X.
+    where nothing needs it. tokens: rows of X. mean, largest: mean and largest magnitude of each input, float32 [in].
     """
 
     hessian: torch.Tensor | None
     amax: float | None
     tokens: int = 0
+    mean: torch.Tensor | None = None
+    largest: torch.Tensor | None = None
 
     def add(self, x: torch.Tensor) -> None:
         x = x.reshape(-1, x.shape[-1])
@@ -49,6 +51,10 @@ class InputStatistics:
         if self.amax is not None:
             low, high = x.aminmax()
             self.amax = max(self.amax, high.item(), -low.item())
+        if self.mean is not None and self.largest is not None:
+            magnitude = x.abs().float()
+            self.mean += magnitude.sum(0)
+            torch.maximum(self.largest, magnitude.amax(0), out=self.largest)
         if self.hessian is not None:
             wide = x.float()
             if x.dtype == torch.bfloat16:
@@ -56,6 +62,14 @@ class InputStatistics:
                     self.hessian += wide.T @ wide  # a third faster than addmm_ here
             else:
                 self.hessian += wide.T @ wide
+
+    def divide(self, scales: torch.Tensor) -> None:
+        """Make these the statistics of x / scales (float32 [in])."""
+        assert self.hessian is not None and self.mean is not None and self.largest is not None
+        self.hessian = self.hessian / scales / scales[:, None]
+        self.mean, self.largest = self.mean / scales, self.largest / scales
+        if self.amax is not None:
+            self.amax = float(self.largest.max())
 
     @property
     def finite(self) -> bool:
@@ -72,6 +86,7 @@ def collect(
     *,
     hessians: bool,
     ranges: bool,
+    channels: bool = False,
 ) -> dict[LinearGroup, InputStatistics]:
     """Run the calibration rows through `layer` and gather the statistics of every group's input.
 
@@ -82,6 +97,7 @@ def collect(
         forward: runs one batch through the layer; it is cut short at the last group's input.
         hessians: accumulate XᵀX, which GPTQ and the scale search weigh errors by.
         ranges: note the largest magnitude, which 4-bit activations need.
+        channels: note each input's mean and largest magnitude, which channel scales need.
 
     Raises CompressError for an input that is not finite, naming the linear.
     """
@@ -91,6 +107,8 @@ def collect(
         linear = _linear(layer, group.names[0])
         size = linear.in_features
         entry = InputStatistics(torch.zeros(size, size) if hessians else None, 0.0 if ranges else None)
+        if channels:
+            entry.mean, entry.largest = torch.zeros(size), torch.zeros(size)
         statistics[group] = entry
 
         def hook(module, args, entry=entry, last=group is groups[-1]):
@@ -113,6 +131,8 @@ def collect(
             )
         if entry.hessian is not None:
             entry.hessian /= max(entry.tokens, 1)
+        if entry.mean is not None:
+            entry.mean /= max(entry.tokens, 1)
     return statistics
 
 

@@ -1,4 +1,5 @@
-"""The main job, stage by stage: source → calibration → proposer → baseline → quantize → measure → bundle."""
+"""The main job, stage by stage: source → transform → calibration → proposer → baseline → quantize → measure →
+bundle."""
 
 import os
 import re
@@ -13,13 +14,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedTokenizerBase
 
-from compressor import blocks, formats, models, propose, record
+from compressor import blocks, formats, models, propose, record, transform_stage
 from compressor.activations import Activations
 from compressor.bundle import api as bundle_api
 from compressor.bundle import signing
 from compressor.calibration import build as build_calibration
 from compressor.calibration import digest as ids_digest
-from compressor.checkpoint import reader, source, writer
+from compressor.checkpoint import source, writer
 from compressor.checkpoint.config import CONFIG
 from compressor.checkpoint.digest import sha256_file
 from compressor.checkpoint.inventory import Inventory
@@ -34,6 +35,7 @@ from compressor.models.skeleton import model_config
 from compressor.models.stream import BlockStream
 from compressor.preflight import check_source, refuse_existing, refuse_several, resolve_source, staging_folder
 from compressor.recipe import Recipe
+from compressor.transform.view import TransformedWeights
 from compressor.ui import UI
 
 CALIBRATION, EVALUATION = "calibration.safetensors", "evaluation.safetensors"
@@ -77,6 +79,11 @@ class Run:
         return load_tokenizer(self.source.folder)
 
     @cached_property
+    def weights(self) -> TransformedWeights:
+        """What is quantized: the source after the recipe's rotations. Its `config` is the bundle's."""
+        return transform_stage.weights(self)
+
+    @cached_property
     def target(self) -> torch.nn.Module:
         """The full-precision target, its weights mapped from the source's files rather than copied."""
         return engine.load(self.source.folder, dtype=self.dtype)
@@ -117,8 +124,10 @@ def run(
     state.job = job = Job(work, recipe.to_dict(), record.environment(), resume=resume, open_until=OPEN)
     try:
         pin_source(state)
+        transform_stage.prove(state)
         calibrate(state)
         propose.train(state)
+        propose.rotate(state)
         baseline(state)
         state.release_target()
         quantize(state)
@@ -207,7 +216,7 @@ def quantize(state: Run) -> None:
         )
     if done == total and outside:
         return
-    stream = BlockStream(Weights(state.source.folder), state.config, state.dtype)
+    stream = BlockStream(state.weights, state.weights.config, state.dtype)
     refuse_unknown(state, stream)
     if done < total:
         flow = start_activations(state, stream, done) if state.recipe.quantization.needs_data else None
@@ -269,6 +278,7 @@ def quantize_block(
     """Quantize one block, save its tensors, and move the calibration rows through it."""
     settings, size = state.recipe.quantization, state.recipe.calibration.batch_size
     groups, prefix = state.block_groups[index], state.family.block(index)
+    smoothed = state.recipe.transform.smoothing != "none" and bool(groups)
     with stream.block(index) as layer:
         statistics = {}
         if flow and groups:
@@ -280,7 +290,9 @@ def quantize_block(
                 lambda x: stream.run(index, layer, x),
                 hessians=settings.needs_hessians,
                 ranges=settings.activations == "4bit",
+                channels=smoothed,
             )
+        scaled = transform_stage.smooth(state, layer, index, groups, statistics) if smoothed else []
         finished = blocks.quantize(layer, prefix, groups, statistics, state.fmt, settings, advance)
         tensors = {
             f"{entry.name}.{suffix}": tensor for entry in finished for suffix, tensor in entry.result.tensors.items()
@@ -294,6 +306,8 @@ def quantize_block(
         entry: dict = {
             "layers": [record.layer(done, state.fmt.name, original[done.name + ".weight"].nbytes) for done in finished]
         }
+        if scaled:
+            entry["smoothing"] = scaled
         if flow and index + 1 < len(stream):
             for rows, hidden in flow.batches(size):
                 flow.put(rows, stream.run(index, layer, hidden))
@@ -306,23 +320,25 @@ def quantize_block(
 def save_outside(state: Run) -> dict:
     """Copy the tensors no block owns (embeddings, norms, head, MTP modules), checked, in the bundle's dtype."""
     prefixes = tuple(state.family.block(i) for i in range(state.config.num_hidden_layers))
+    weights, head = state.weights, f"{state.family.head}.weight"
     decisions, tensors = [], {}
-    with reader.ShardReader(state.source.folder) as shards:
-        for name in list(shards.keys()):
-            if name.startswith(prefixes):
-                continue
-            tensor = shards.get(name)
-            reader.check_finite(name, tensor, shards.file_of(name))
-            if name == state.family.head + ".weight" and state.config.tie_word_embeddings:
-                if not torch.equal(tensor, shards.get(state.family.embedding + ".weight")):
-                    raise CompressError(
-                        f"{shards.file_of(name)}: '{name}' differs from the embedding although config.json says "
-                        "tie_word_embeddings; correct the config or remove the tensor"
-                    )
+    for name in [*weights.reader.keys(), *weights.added()]:
+        if name.startswith(prefixes):
+            continue
+        if name == head and state.config.tie_word_embeddings and name in weights.reader:
+            stored = weights.reader.get(name)
+            if not torch.equal(stored, weights.reader.get(f"{state.family.embedding}.weight")):
+                raise CompressError(
+                    f"{weights.reader.file_of(name)}: '{name}' differs from the embedding although config.json says "
+                    "tie_word_embeddings; correct the config or remove the tensor"
+                )
+            if not weights.untied:
                 decisions.append({"what": f"{name} not written", "why": "tied to the embedding, which is saved once"})
                 continue
-            tensors[name] = tensor.to(state.dtype) if tensor.is_floating_point() else tensor
-        writer.save_atomic(state.job.path(OUTSIDE), tensors)
+        tensor = weights.get(name)
+        tensors[name] = tensor.to(state.dtype) if tensor.is_floating_point() else tensor
+    writer.save_atomic(state.job.path(OUTSIDE), tensors)
+    weights.reader.close()
     return {"decisions": decisions, "sha256": sha256_file(state.job.path(OUTSIDE))}
 
 
@@ -354,7 +370,8 @@ def measure(state: Run, staging: Path) -> None:
     if rows:
         ids = load_ids(state.job.path(EVALUATION), rows["digest"])
         reference, candidate = (
-            BlockStream(Weights(folder), state.config, torch.float32) for folder in (state.source.folder, staging)
+            BlockStream(Weights(folder), config, torch.float32)
+            for folder, config in ((state.source.folder, state.config), (staging, state.weights.config))
         )
         with state.ui.progress("quality", len(reference) + 1) as progress:
             entry["quality"] = quality.compare(reference, candidate, ids, progress=progress)

@@ -18,6 +18,7 @@ from compressor.models import skeleton
 from compressor.plan_base import Group, Job, Stage
 from compressor.preflight import check_ignore
 from compressor.recipe import Recipe
+from compressor.transform_stage import refuse_unfit
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,7 @@ def make(recipe: Recipe) -> Plan:
     config, inventory, basis = found
     if basis == "headers":  # a config alone does not tell the names of MTP modules
         check_ignore(settings, models.get(config.model_type), config, inventory)
+    refuse_unfit(recipe, models.get(config.model_type), config, inventory)
     groups, ignored = _groups(recipe, config, inventory, fmt)
     classes = _classes(groups, inventory, fmt, recipe)
     job = _job(recipe, config, inventory, groups, classes)
@@ -106,6 +108,8 @@ def make(recipe: Recipe) -> Plan:
     stages = plan_costs.stages(job, machine)
     peak = max(stages, key=lambda stage: stage.memory_bytes)
     notes = _notes(basis, inventory, kind)
+    if recipe.transform.smoothing != "none" and recipe.transform.alpha is None:
+        notes.append("the search of transform.smoothing is not in the time")
     if job.calibration_tokens and job.activation_bytes > recipe.run.activation_budget_bytes:
         notes.append("calibration activations exceed run.activation_budget_bytes and go to disk")
     return Plan(
@@ -241,6 +245,8 @@ def _job(recipe: Recipe, config: Any, inventory: Inventory, groups: list[Group],
     itemsize = getattr(torch, recipe.source.dtype).itemsize
     quantized = {f"{group.prefix}{name}.weight" for group in groups for name in group.names}
     kept = sum(info.nbytes // info.dtype.itemsize for name, info in inventory.tensors.items() if name not in quantized)
+    if recipe.transform.rotates_stream and inventory.tied:
+        kept += config.vocab_size * config.hidden_size  # the head, which no longer equals the embedding
     family = models.get(config.model_type)
     block: Counter[int] = Counter()
     for name, info in inventory.tensors.items():

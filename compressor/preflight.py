@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from compressor import transform_stage
 from compressor.checkpoint import source
 from compressor.errors import CompressError, UsageError, brief
 from compressor.evals import prompts as evaluation_prompts
@@ -94,6 +95,7 @@ def check_source(state: Run) -> None:
     """Refuse, before any work is done, a source or a measurement that could not be finished."""
     inventory = state.inventory
     check_ignore(state.recipe.quantization, state.family, state.config, inventory)
+    transform_stage.refuse_unfit(state.recipe, state.family, state.config, inventory)
     skeleton.build(state.config, state.dtype)
     for index, groups in enumerate(state.block_groups):
         for group in groups:

@@ -20,6 +20,8 @@ from compressor.recipe_training import allowed_loss
 from compressor.train import check, export, head, passport, precision
 from compressor.train.finish import describe, finish
 from compressor.train.head import Workplace
+from compressor.train.rotation import counter_rotate
+from compressor.transform.rotate import r1_rotation
 
 if TYPE_CHECKING:
     import torch
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
     from compressor.pipeline import Run
     from compressor.recipe import Proposer
 
-FOLDERS = {"propose": "head", "heal": "healed", "lower": "lowered"}
+FOLDERS = {"propose": "head", "rotate": "rotated", "heal": "healed", "lower": "lowered"}
 """Of heads in the work folder, by the stage that made them."""
 SUFFIXES = (".safetensors", ".json", ".yaml", ".svg", ".txt", ".model", ".jinja")
 """Of files that belong to a head or a draft model: weights, config, passport, recipe, curve, tokenizer."""
@@ -54,6 +56,17 @@ def train(state: Run) -> None:
     place = _workplace(state, decoder, state.source.folder, "training")
     trained = head.make(place, spec.kind, spec.training)
     _keep(state, place, trained, "propose", state.source.uri)
+
+
+def rotate(state: Run) -> None:
+    """Turn an EAGLE-3 head to the residual stream that R1 rotates, once. Raises as `counter_rotate`."""
+    if not state.recipe.transform.rotates_stream or state.recipe.proposer.kind != "eagle3" or state.job.stage("rotate"):
+        return
+    made, given = state.job.path(FOLDERS["rotate"]), folder(state)
+    assert given is not None  # the recipe refuses it otherwise
+    shutil.rmtree(made, ignore_errors=True)
+    counter_rotate(given, made, r1_rotation(state.config, state.recipe.run.seed).matrix())
+    state.job.finish("rotate", {"files": passport.files(made)})
 
 
 def _take(state: Run, given: Path) -> None:
@@ -89,7 +102,7 @@ def heal(state: Run, staging: Path) -> None:
     if spec is None or state.job.stage("heal"):
         return
     decoder = engine.decoder(staging, dtype=state.dtype)
-    old = folder(state)
+    old = folder(state, _first(state))
     assert old is not None  # the recipe refuses it otherwise
     # Another seed than training's: its held-out documents are new to the head.
     place = _workplace(state, decoder, staging, "healing", seed=state.recipe.run.seed + 1)
@@ -138,7 +151,7 @@ def acceptance_of(state: Run, model: torch.nn.Module, folder: Path, target: str,
 def measure(state: Run, model: torch.nn.Module, staging: Path) -> dict:
     """Acceptance on the quantized target, before and after healing; `acceptance` is that of the head that goes into the
     bundle: the better one, in the recipe's precision."""
-    entry = {"acceptance": acceptance_of(state, model, staging, "quantized", folder(state))}
+    entry = {"acceptance": acceptance_of(state, model, staging, "quantized", folder(state, _first(state)))}
     if state.recipe.proposer.heal is not None:
         heal(state, staging)
         healed = folder(state, "heal")
@@ -156,7 +169,7 @@ def lower(state: Run, model: torch.nn.Module, staging: Path, before: dict) -> di
     """Make the head that reached `before` anew in the recipe's precision, and measure that. Raises CompressError where
     its check loses more than the recipe allows."""
     spec, made = state.recipe.proposer, state.job.path(FOLDERS["lower"])
-    chosen = folder(state, _stage(before))
+    chosen = folder(state, _stage(state, before))
     allowed = allowed_loss(spec.precision, spec.precision_loss)
     assert chosen is not None and allowed is not None  # the recipe refuses it otherwise
     shutil.rmtree(made, ignore_errors=True)
@@ -173,16 +186,21 @@ def lower(state: Run, model: torch.nn.Module, staging: Path, before: dict) -> di
     return {"acceptance": after, "before_lowering": before}
 
 
-def _stage(measured: dict) -> str:
+def _stage(state: Run, measured: dict) -> str:
     """Which made the head that was measured."""
-    return "lower" if "precision" in measured else "heal" if measured.get("head") == "healed" else "propose"
+    return "lower" if "precision" in measured else "heal" if measured.get("head") == "healed" else _first(state)
+
+
+def _first(state: Run) -> str:
+    """Which made the head that the quantized target begins with."""
+    return "rotate" if state.job.stage("rotate") else "propose"
 
 
 def put(state: Run, staging: Path) -> None:
     """Copy the head that was measured last into the bundle."""
     if not in_bundle(state.recipe.proposer):
         return
-    chosen = folder(state, _stage(state.job.result("measure")["acceptance"]))
+    chosen = folder(state, _stage(state, state.job.result("measure")["acceptance"]))
     assert chosen is not None  # these kinds have files
     target = staging / HEAD_FOLDER
     target.mkdir()

@@ -20,6 +20,7 @@ from compressor import recipe_text
 from compressor.errors import UsageError
 from compressor.recipe_base import Section, refuse
 from compressor.recipe_training import STATE_LOSS, Heal, Precision, Training, allowed_loss
+from compressor.recipe_transform import TransformOptions
 
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Glob = Annotated[str, Field(min_length=1)]
@@ -298,12 +299,24 @@ class Recipe(Section):
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$", description="Names the bundle and its folder.")
     source: Source
+    transform: TransformOptions = Field(default_factory=TransformOptions)
     quantization: Quantization = Field(default_factory=Quantization)
     calibration: Calibration = Field(default_factory=Calibration)
     proposer: Proposer = Field(default_factory=Proposer)
     measure: Measure = Field(default_factory=Measure)
     bundle: BundleOptions = Field(default_factory=BundleOptions)
     run: Run = Field(default_factory=Run)
+
+    @model_validator(mode="after")
+    def _transform_fits(self) -> Self:
+        spec = self.transform
+        if spec.smoothing != "none" and not self.quantization.needs_hessians:
+            reason = "its scales are found on calibration inputs; set quantization.scale_search: mse or method: gptq"
+            raise refuse("transform.smoothing", spec.smoothing, reason)
+        if spec.rotates_stream and self.proposer.kind in ("medusa", "mtp"):
+            reason = f"proposer.kind {self.proposer.kind} would go on reading the unrotated stream; use r2"
+            raise refuse("transform.rotation", spec.rotation, reason)
+        return self
 
     @classmethod
     def load(cls, path: str | os.PathLike, overrides: Sequence[str] = ()) -> "Recipe":

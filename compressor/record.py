@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from compressor import bundle, propose
+from compressor import bundle, propose, transform_stage
 from compressor.blocks import QuantizedLayer
 from compressor.bundle import environment as machine
 from compressor.bundle import ledger
@@ -76,6 +76,8 @@ def write_config(state: Run, folder: Path) -> None:
     config = read_config(source)
     config.pop("torch_dtype", None)  # the older spelling of dtype
     config["dtype"] = str(state.dtype).removeprefix("torch.")
+    if state.weights.untied:
+        config["tie_word_embeddings"] = False
     config["quantization_config"] = quantization_config(
         state.fmt, activations=state.recipe.quantization.activations == "4bit", ignore=ignored(state)
     )
@@ -220,6 +222,7 @@ def _decisions(state: Run) -> list[dict]:
                 )
             if dead:
                 decisions.append({"what": f"{row['name']}: {dead} inputs dropped", "why": "always zero in calibration"})
+    decisions += transform_stage.decisions(state)
     decisions += [{"what": note, "why": "conversion of the source"} for note in state.source.notes]
     precision = state.recipe.proposer.precision
     if precision != "bf16":

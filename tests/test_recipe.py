@@ -131,6 +131,7 @@ def test_defaults_are_the_documented_ones(write):
     assert recipe.to_dict() == {
         "name": "t",
         "source": {"uri": "org/name", "revision": None, "sha256": None, "dtype": "bfloat16"},
+        "transform": {"rotation": "none", "smoothing": "none", "alpha": None},
         "quantization": {
             "format": "int4-g64",
             "activations": "16bit",

@@ -16,8 +16,8 @@ ROWS, LENGTH = 2, 32
 
 @dataclass(frozen=True)
 class Exactness:
-    """max_logit_difference: over all positions and tokens of the rows. dtype: of the arithmetic in which it held. tokens:
-    positions compared."""
+    """max_logit_difference: over all positions and tokens. dtype: of the arithmetic in which it held. tokens: positions
+    compared."""
 
     max_logit_difference: float
     dtype: str

@@ -138,7 +138,7 @@ def _paley(kind: str, order: int) -> Tensor:
 
 
 def sylvester(x: Tensor) -> Tensor:
-    """x [..., n] · H / √n for the Sylvester matrix H of n = 2ᵏ, which is symmetric, in n·log n operations; in x's dtype.
+    """x [..., n] · H / √n for the Sylvester matrix H of n = 2ᵏ, which is symmetric; n·log n operations, in x's dtype.
 
     Raises UsageError where n is no power of two.
     """
