@@ -68,6 +68,7 @@ def test_the_small_files_of_a_bundle(tmp_path, name):
         source=SimpleNamespace(folder=source),
         dtype=torch.bfloat16,
         fmt=None,
+        weights=SimpleNamespace(untied=False),
         recipe=SimpleNamespace(quantization=SimpleNamespace(activations="16bit")),
     )
     path = full(out / name)

@@ -363,6 +363,12 @@ REFUSED = {
     "quantization: {damping: '0.1'}": "quantization.damping: '0.1' is not allowed; must be a number",
     "quantization: {ignore: lm_head}": "quantization.ignore: 'lm_head' is not allowed; must be a list",
     "quantization: {ignore: [a, 1]}": "quantization.ignore[1]: 1 is not allowed; must be text",
+    "transform: {rotation: r3}": "transform.rotation: 'r3' is not allowed; must be one of none, r1, r2, r1+r2",
+    "transform: {alpha: 0.5}": "transform.alpha: 0.5 is not allowed: smoothing none has no exponent; remove it",
+    "transform: {smoothing: awq, alpha: 2}": "transform.alpha: 2 is not allowed; must be at most 1",
+    "transform: {smoothing: awq}\nquantization: {method: rtn, scale_search: none}": "transform.smoothing: 'awq' is not "
+    "allowed: its scales are found on calibration inputs; set quantization.scale_search: mse or method: gptq",
+    "transform: {rotation: r1}\nproposer: {kind: mtp}": "transform.rotation: 'r1' is not allowed: proposer.kind mtp",
     "calibration: {rows: 0}": "calibration.rows: 0 is not allowed; must be at least 1",
     "calibration: {rows: 1.5}": "calibration.rows: 1.5 is not allowed; must be a whole number",
     "calibration: {rows: true}": "calibration.rows: true is not allowed; must be a whole number",
