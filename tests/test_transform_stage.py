@@ -57,13 +57,13 @@ def saved(folder):
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
-def agrees_with_transformers(bundle):
-    model, info = AutoModelForCausalLM.from_pretrained(bundle.path, dtype=torch.float32, output_loading_info=True)
+def agrees_with_transformers(bundle, dtype=torch.float32, within=1e-4):
+    model, info = AutoModelForCausalLM.from_pretrained(bundle.path, dtype=dtype, output_loading_info=True)
     assert not info["unexpected_keys"] and not info["missing_keys"], info
     ids = torch.arange(3, 27)[None]
-    theirs = model.eval()(ids).logits
-    ours = engine.load(bundle.path, dtype=torch.float32, kernel="dequantized")(ids).logits
-    assert (ours - theirs).norm() / theirs.norm() < 1e-4
+    theirs = model.eval()(ids).logits.float()
+    ours = engine.load(bundle.path, dtype=dtype, kernel="dequantized")(ids).logits.float()
+    assert (ours - theirs).norm() / theirs.norm() <= within
 
 
 def decision(bundle, beginning):
@@ -122,7 +122,7 @@ def test_smoothed_families_load_in_transformers(tmp_path, run, kind, smoothing, 
     assert json.loads((bundle.path / "config.json").read_text()).get("tie_word_embeddings") == json.loads(
         (source / "config.json").read_text()
     ).get("tie_word_embeddings")
-    agrees_with_transformers(bundle)
+    agrees_with_transformers(bundle, torch.bfloat16, 2e-2)  # transformers loads NVFP4 and MXFP4 as they are stored
 
 
 def test_awq_leaves_less_error_over_the_layers(tmp_path, run):

@@ -5,6 +5,7 @@ produces its input (AWQ, Lin et al., arXiv 2306.00978; SmoothQuant, Xiao et al.,
 """
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -53,14 +54,13 @@ def channel_scales(family: Family, config, scales: Scales) -> Transform:
         if not bool((s.isfinite() & (s > 0)).all()):
             raise CompressError(f"{first}: channel scales must be positive and finite")
         for name in group.names:
-            add(f"{prefix}{name}.weight", lambda w, s=s: w * s.to(w.dtype))
+            add(f"{prefix}{name}.weight", partial(_multiply_columns, s))
         if group.norm is not None:
-            offset = family.norm_offset
-            add(f"{prefix}{group.norm}.weight", lambda w, s=s, o=offset: (w + o) / s.to(w.dtype) - o)
+            add(f"{prefix}{group.norm}.weight", partial(_divide_norm, s, family.norm_offset))
         elif group.producer is not None:
             rows = _rows(s, channels(family, config, group), first)
             for leaf in ("weight", "bias"):
-                add(f"{prefix}{group.producer}.{leaf}", lambda w, rows=rows: _divide_rows(w, rows))
+                add(f"{prefix}{group.producer}.{leaf}", partial(_divide_rows, rows))
         else:
             raise CompressError(f"{first}: nothing before it can take its channel scales")
     return Transform("channel scales", {name: _chain(each) for name, each in changes.items()})
@@ -86,7 +86,15 @@ def _chain(changes: list[Change]) -> Change:
     return apply
 
 
-def _divide_rows(tensor: Tensor, scales: Tensor) -> Tensor:
+def _multiply_columns(scales: Tensor, weight: Tensor) -> Tensor:
+    return weight * scales.to(weight.dtype)
+
+
+def _divide_norm(scales: Tensor, offset: float, weight: Tensor) -> Tensor:
+    return (weight + offset) / scales.to(weight.dtype) - offset
+
+
+def _divide_rows(scales: Tensor, tensor: Tensor) -> Tensor:
     """The last rows of a weight [out, in] or bias [out] divided by `scales`."""
     changed = tensor.clone()
     rows = changed[-len(scales) :]
