@@ -368,7 +368,7 @@ REFUSED = {
     "calibration: {rows: 1.5}": "calibration.rows: 1.5 is not allowed; must be a whole number",
     "calibration: {rows: true}": "calibration.rows: true is not allowed; must be a whole number",
     "calibration: {top_p: 1.5}": "calibration.top_p: 1.5 is not allowed; must be at most 1",
-    "quantization: {method: rtn, asymmetric: true}": "quantization.asymmetric: true is not allowed; method rtn does not",
+    "quantization: {method: rtn, asymmetric: true}": "quantization.asymmetric: true is not allowed; method rtn",
     "quantization: {method: rtn, refit: true}": "quantization.refit: true is not allowed; method rtn does not use it",
     "calibration: {kind: jsonl}": "calibration.path: missing; kind jsonl needs it",
     "calibration: {kind: hub}": "calibration.dataset: missing; kind hub needs it",

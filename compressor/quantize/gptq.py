@@ -32,9 +32,6 @@ from compressor.quantize.refit import row_errors
 
 ORDERS = ("static", "none")
 _MAX_RETRIES = 3
-_LIMIT = 2.0**-26
-"""Damping in float64 that stands for the limit towards none: the square root of its epsilon, so that what the damping
-changes and what rounding changes are both about 1e-8."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +64,10 @@ def factorize(
 
     A Hessian of dependent inputs (duplicates, fewer tokens than inputs) is singular. As damping goes to zero its sweep
     has a limit: an input that those after it determine costs nothing to round, and its error moves into them by the
-    regression of least norm. Where rounding hides a pivot from even float64, that limit is taken, as damping 2⁻²⁶;
-    only a Hessian that fails there too, not being positive, has its damping (or 1e-4) multiplied by ten, at most three
-    times. The damping and the precision that held are in the result.
+    regression of least norm. Where rounding hides a pivot from even float64, that limit is taken: damping by the root
+    of the Hessian's epsilon, at which what damping and what rounding change are about the same. (It fits the calibration
+    rows as well as the usual damping, not better.) Only a Hessian that fails there too, not being positive, has its
+    damping (or 1e-4) multiplied by ten, at most three times. The damping and precision that held are in the result.
     Raises CompressError naming the layer for NaN, Inf, a wrong shape, an empty Hessian or one that stays singular;
     UsageError for the options.
     """
@@ -94,7 +92,8 @@ def factorize(
     permuted.diagonal()[dead[reverse]] = 1
     mean = float(diagonal.double().mean())
     raised = [max(damping, 1e-4) * 10.0**power for power in range(1, _MAX_RETRIES + 1)]
-    for fraction in (damping, *([_LIMIT] if damping < _LIMIT else []), *raised):
+    limit = torch.finfo(hessian.dtype).eps ** 0.5
+    for fraction in (damping, *([limit] if damping < limit else []), *raised):
         for precision in dict.fromkeys((dtype, torch.float64)):
             upper = _invert(permuted.to(precision), fraction * mean)
             if upper is not None:

@@ -5,7 +5,7 @@ import torch
 
 from compressor import formats
 from compressor.errors import CompressError, UsageError
-from compressor.quantize import gptq, rtn
+from compressor.quantize import gptq, quantize_shared, rtn
 from compressor.quantize.gptq import factorize, solve
 from compressor.quantize.metrics import relative_output_error
 
@@ -122,14 +122,66 @@ def test_the_factor_inverts_the_ordered_hessian_and_its_diagonal_is_the_conditio
     assert float(u[40, 40]) ** -2 == pytest.approx(float(variance), rel=1e-5)
 
 
-def test_a_rank_deficient_hessian_is_damped_until_it_has_a_factor():
-    x = normal(8, 64, seed=5)
-    singular = x.T @ x
-    factor = factorize(singular, damping=0.0, dtype=torch.float32)
-    assert factor.damping > 0 or factor.precision == "float64"
-    decoded = formats.get("nvfp4").decode(gptq(normal(8, 64), singular, formats.get("nvfp4"), damping=0.0))
-    assert bool(decoded.isfinite().all())
-    assert factorize(singular, damping=0.01, dtype=torch.float32).damping == 0.01
+def rank_deficient(kind: str) -> torch.Tensor:
+    """Inputs [tokens, 64], float64, on a subspace: fewer tokens than inputs, or inputs that repeat and add others."""
+    if kind == "few tokens":
+        return normal(24, 64, seed=5).double()
+    x = normal(512, 64, seed=6).double()
+    x[:, 40:50] = x[:, :10]
+    x[:, 50] = x[:, 3] - 2 * x[:, 7]
+    return x
+
+
+@pytest.mark.parametrize("kind", ["few tokens", "duplicates"])
+def test_without_damping_a_singular_hessian_is_swept_as_in_the_limit(kind):
+    """What a column's error moves into those left is the regression of least norm, which the pseudo-inverse gives."""
+    x = rank_deficient(kind)
+    hessian = x.T @ x
+    factor = factorize(hessian, damping=0.0, order="none", dtype=torch.float64)
+    assert factor.damping == torch.finfo(torch.float64).eps ** 0.5 and factor.precision == "float64"
+    u = factor.inverse / factor.inverse.diagonal()[:, None]
+    for column in range(63):
+        rest = slice(column + 1, 64)
+        limit = -torch.linalg.pinv(hessian[rest, rest], hermitian=True, rtol=1e-10) @ hessian[rest, column]
+        assert float((u[column, rest] - limit).norm()) < 1e-4 * max(1.0, float(limit.norm()))
+        damped = factorize(hessian, damping=0.01, order="none", dtype=torch.float64).inverse  # negative control
+    assert float((u - damped / damped.diagonal()[:, None]).norm()) > 1e-2 * float(u.norm())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", ["few tokens", "duplicates"])
+@pytest.mark.parametrize("name", ["int4-g32", "nvfp4", "mxfp4"])
+def test_the_limit_fits_dependent_inputs_as_well_as_damping_and_is_reported(kind, name, dtype):
+    fmt, x = formats.get(name), rank_deficient(kind)
+    hessian, weight = (x.T @ x).to(dtype), normal(48, 64).to(dtype)
+    limit, damped = (
+        quantize_shared([weight], fmt, method="gptq", names=["q"], hessian=hessian, search="none", damping=damping)[0]
+        for damping in (0.0, 0.01)
+    )
+    rounded = quantize_shared([weight], fmt, method="rtn", names=["q"], hessian=hessian, search="none")[0]
+    assert limit.error < 1.2 * damped.error < 0.5 * rounded.error
+    assert limit.stats["damping"] == torch.finfo(dtype).eps ** 0.5 and damped.stats["damping"] == 0.01
+    regular = correlated(64, dtype=dtype)  # negative control: nothing to report
+    other = quantize_shared([weight], fmt, method="gptq", names=["q"], hessian=regular, damping=0.0)[0]
+    assert other.stats["damping"] == 0.0
+
+
+def test_pivots_that_are_rounding_noise_are_not_divided_by():
+    """A duplicate's last pivot is zero but for rounding; taken for a number, it would move errors a million times."""
+    x = rank_deficient("duplicates")
+    for dtype in (torch.float32, torch.float64):
+        u = factorize((x.T @ x).to(dtype), damping=0.0, dtype=dtype).inverse
+        assert float((u / u.diagonal()[:, None]).abs().max()) < 10
+    noise = torch.linalg.cholesky_ex(x.T @ x)[0].diagonal()  # negative control
+    assert float((noise.max() / noise.min()).nan_to_num(torch.inf)) > 1e6
+
+
+def test_a_hessian_that_is_not_positive_has_its_damping_raised_and_says_so():
+    hessian = correlated(32).double()
+    values, vectors = torch.linalg.eigh(hessian)
+    values[0] = -1e-3 * values.mean()
+    factor = factorize(vectors * values @ vectors.T, damping=0.0, dtype=torch.float64)
+    assert factor.damping in (1e-3, 1e-2)
 
 
 def test_what_cannot_be_solved_is_refused_naming_the_layer():
