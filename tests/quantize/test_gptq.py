@@ -159,7 +159,7 @@ def test_the_limit_fits_dependent_inputs_as_well_as_damping_and_is_reported(kind
         for damping in (0.0, 0.01)
     )
     rounded = quantize_shared([weight], fmt, method="rtn", names=["q"], hessian=hessian, search="none")[0]
-    assert limit.error < 1.2 * damped.error < 0.5 * rounded.error
+    assert limit.error < 1.2 * damped.error < (0.3 if kind == "few tokens" else 1.0) * rounded.error
     assert limit.stats["damping"] == torch.finfo(dtype).eps ** 0.5 and damped.stats["damping"] == 0.01
     regular = correlated(64, dtype=dtype)  # negative control: nothing to report
     other = quantize_shared([weight], fmt, method="gptq", names=["q"], hessian=regular, damping=0.0)[0]
