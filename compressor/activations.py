@@ -15,7 +15,7 @@ _CHUNK = 1 << 24  # bytes hashed or copied at a time
 class Activations:
     """The calibration set's hidden states [rows, length, hidden] on their way through the model.
 
-    ``hidden-00007.bin`` in the work folder holds what enters block 7. With `spill` the tensors live in those files
+    ``NAME-00007.bin`` in the work folder holds what enters block 7. With `spill` the tensors live in those files
     (mapped), otherwise in memory with the file as a checkpoint. Either way a killed run finds its last block's input.
 
     Args:
@@ -23,10 +23,13 @@ class Activations:
         shape: [rows, length, hidden].
         dtype: dtype of the hidden states, normally bfloat16.
         budget: bytes that may stay in memory.
+        name: tells two streams in one folder apart.
     """
 
-    def __init__(self, folder: Path, shape: tuple[int, int, int], dtype: torch.dtype, budget: int):
-        self.folder, self.shape, self.dtype = Path(folder), shape, dtype
+    def __init__(
+        self, folder: Path, shape: tuple[int, int, int], dtype: torch.dtype, budget: int, name: str = "hidden"
+    ):
+        self.folder, self.shape, self.dtype, self.name = Path(folder), shape, dtype, name
         self.count = shape[0] * shape[1] * shape[2]
         self.nbytes = self.count * dtype.itemsize
         self.spill = self.nbytes > budget
@@ -35,7 +38,7 @@ class Activations:
         self.following: torch.Tensor | None = None
 
     def _file(self, index: int) -> Path:
-        return self.folder / f"hidden-{index:05d}.bin"
+        return self.folder / f"{self.name}-{index:05d}.bin"
 
     def _mapped(self, path: Path) -> torch.Tensor:
         return torch.from_file(str(path), shared=True, size=self.count, dtype=self.dtype).view(self.shape)
@@ -115,5 +118,5 @@ class Activations:
     def remove(self) -> None:
         """Delete the files."""
         self.current = self.following = None
-        for path in self.folder.glob("hidden-*"):
+        for path in self.folder.glob(f"{self.name}-*"):
             path.unlink()

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,6 +13,9 @@ from compressor.formats import Format
 from compressor.models import LinearGroup
 from compressor.models.skeleton import emulate_activations
 from compressor.quantize import LayerResult, quantize_shared
+
+_PANEL = 256
+"""Rows of a Hessian computed together: as it is symmetric, each panel begins at its own diagonal."""
 
 
 class _InputsSeen(Exception):
@@ -35,17 +38,21 @@ def _bf16_products() -> Iterator[None]:
 class InputStatistics:
     """What quantization needs to know of one group's input.
 
-    hessian: XᵀX / tokens, float32 [in, in] (the 2 of the GPTQ paper cancels). amax: largest magnitude. Each is None
-    where nothing needs it. tokens: rows of X. mean, largest: mean and largest magnitude of each input, float32 [in].
+    hessian: XᵀX / tokens, float32 [in, in] (the 2 of the GPTQ paper cancels); until `finish`, XᵀX above its diagonal.
+    amax: largest magnitude. cross: X̃ᵀX / tokens (until `finish`, X̃ᵀX), float32 [in, in], with X̃ the same input in the
+    full-precision model. mean, largest: mean (until `finish`, sum) and largest magnitude of each input, float32 [in].
+    Each is None where nothing needs it. tokens: rows of X.
     """
 
     hessian: torch.Tensor | None
     amax: float | None
+    cross: torch.Tensor | None = None
     tokens: int = 0
     mean: torch.Tensor | None = None
     largest: torch.Tensor | None = None
 
-    def add(self, x: torch.Tensor) -> None:
+    def add(self, x: torch.Tensor, reference: torch.Tensor | None = None) -> None:
+        """x [..., in]; reference: X̃, of the same shape and dtype, where there is a cross term."""
         x = x.reshape(-1, x.shape[-1])
         self.tokens += x.shape[0]
         if self.amax is not None:
@@ -57,24 +64,39 @@ class InputStatistics:
             torch.maximum(self.largest, magnitude.amax(0), out=self.largest)
         if self.hessian is not None:
             wide = x.float()
-            if x.dtype == torch.bfloat16:
-                with _bf16_products():
-                    self.hessian += wide.T @ wide  # a third faster than addmm_ here
-            else:
-                self.hessian += wide.T @ wide
+            with _bf16_products() if x.dtype == torch.bfloat16 else nullcontext():
+                for first in range(0, wide.shape[1], _PANEL):
+                    panel = wide[:, first : first + _PANEL]
+                    self.hessian[first : first + _PANEL, first:] += panel.T @ wide[:, first:]  # addmm_ is slower
+                if self.cross is not None and reference is not None:
+                    self.cross += reference.reshape(x.shape).float().T @ wide
+
+    def finish(self) -> None:
+        """All inputs have been added."""
+        if self.hessian is not None:
+            below = self.hessian.triu(1).T
+            self.hessian.triu_().add_(below).div_(max(self.tokens, 1))
+        if self.cross is not None:
+            self.cross /= max(self.tokens, 1)
+        if self.mean is not None:
+            self.mean /= max(self.tokens, 1)
 
     def divide(self, scales: torch.Tensor) -> None:
         """Make these the statistics of x / scales (float32 [in])."""
         assert self.hessian is not None and self.mean is not None and self.largest is not None
         self.hessian = self.hessian / scales / scales[:, None]
+        if self.cross is not None:
+            self.cross = self.cross / scales / scales[:, None]
         self.mean, self.largest = self.mean / scales, self.largest / scales
         if self.amax is not None:
             self.amax = float(self.largest.max())
 
     @property
     def finite(self) -> bool:
-        return math.isfinite(self.amax or 0.0) and (
-            self.hessian is None or bool(self.hessian.diagonal().isfinite().all())
+        return (
+            math.isfinite(self.amax or 0.0)
+            and (self.hessian is None or bool(self.hessian.diagonal().isfinite().all()))
+            and (self.cross is None or bool(self.cross.isfinite().all()))
         )
 
 
@@ -87,6 +109,7 @@ def collect(
     hessians: bool,
     ranges: bool,
     channels: bool = False,
+    reference: Iterator[object] | None = None,
 ) -> dict[LinearGroup, InputStatistics]:
     """Run the calibration rows through `layer` and gather the statistics of every group's input.
 
@@ -98,27 +121,42 @@ def collect(
         hessians: accumulate XᵀX, which GPTQ and the scale search weigh errors by.
         ranges: note the largest magnitude, which 4-bit activations need.
         channels: note each input's mean and largest magnitude, which channel scales need.
+        reference: runs the same rows as the full-precision model has them through `layer`, a batch whenever it is asked
+            for its next item; the cross terms of asymmetric calibration are then gathered too.
 
     Raises CompressError for an input that is not finite, naming the linear.
     """
     statistics: dict[LinearGroup, InputStatistics] = {}
     hooks = []
+    exact: dict[LinearGroup, torch.Tensor] = {}
+    of_reference = False
     for group in groups:
         linear = _linear(layer, group.names[0])
         size = linear.in_features
-        entry = InputStatistics(torch.zeros(size, size) if hessians else None, 0.0 if ranges else None)
+        entry = InputStatistics(
+            torch.zeros(size, size) if hessians else None,
+            0.0 if ranges else None,
+            torch.zeros(size, size) if reference is not None else None,
+        )
         if channels:
             entry.mean, entry.largest = torch.zeros(size), torch.zeros(size)
         statistics[group] = entry
 
-        def hook(module, args, entry=entry, last=group is groups[-1]):
-            entry.add(args[0])
+        def hook(module, args, entry=entry, group=group, last=group is groups[-1]):
+            if of_reference:
+                exact[group] = args[0]
+                return
+            entry.add(args[0], exact.pop(group, None))
             if last:
                 raise _InputsSeen
 
         hooks.append(linear.register_forward_pre_hook(hook))
     try:
         for hidden in batches:
+            if reference is not None:
+                of_reference = True
+                next(reference)
+                of_reference = False
             with suppress(_InputsSeen):
                 forward(hidden)
     finally:
@@ -129,10 +167,7 @@ def collect(
             raise CompressError(
                 f"{group.names[0]}: calibration input is not finite; check the source's weights and dtype"
             )
-        if entry.hessian is not None:
-            entry.hessian /= max(entry.tokens, 1)
-        if entry.mean is not None:
-            entry.mean /= max(entry.tokens, 1)
+        entry.finish()
     return statistics
 
 
@@ -202,6 +237,8 @@ def quantize(
             damping=settings.damping,
             order=settings.order,
             block_size=settings.block_size,
+            cross=seen.cross if seen else None,
+            refit=settings.refit,
         )
         for name, linear, result in zip(group.names, linears, results, strict=True):
             linear.weight = nn.Parameter(fmt.decode(result.tensors).to(linear.weight.dtype), requires_grad=False)

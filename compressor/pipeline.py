@@ -4,7 +4,8 @@ bundle."""
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -39,6 +40,7 @@ from compressor.transform.view import TransformedWeights
 from compressor.ui import UI
 
 CALIBRATION, EVALUATION = "calibration.safetensors", "evaluation.safetensors"
+CHECKSUMS = ("activations", "reference")  # what a block's record calls those of each stream of hidden states
 OUTSIDE = "outside.safetensors"  # embeddings, norms, head and whatever no block owns
 
 
@@ -219,11 +221,11 @@ def quantize(state: Run) -> None:
     stream = BlockStream(state.weights, state.weights.config, state.dtype)
     refuse_unknown(state, stream)
     if done < total:
-        flow = start_activations(state, stream, done) if state.recipe.quantization.needs_data else None
+        flows = start_activations(state, stream, done) if state.recipe.quantization.needs_data else []
         with state.ui.progress("quantize", sum(len(groups) for groups in state.block_groups[done:])) as progress:
             for index in range(done, total):
-                quantize_block(state, stream, index, flow, progress.advance)
-        if flow:
+                quantize_block(state, stream, index, flows, progress.advance)
+        for flow in flows:
             flow.remove()
     if not outside:
         job.finish("outside", save_outside(state))
@@ -252,37 +254,48 @@ def load_ids(path: Path, expected: str) -> torch.Tensor:
     raise CompressError(f"{path}: missing or changed since it was written; remove the work folder and start again")
 
 
-def start_activations(state: Run, stream: BlockStream, index: int) -> Activations:
-    """Calibration hidden states entering block `index`: embedded anew, or as the last finished block left them."""
+def start_activations(state: Run, stream: BlockStream, index: int) -> list[Activations]:
+    """Calibration hidden states entering block `index`: embedded anew, or as the last finished block left them.
+
+    With asymmetric calibration, those of the full-precision model follow those of the quantized one.
+    """
     ids = load_ids(state.job.path(CALIBRATION), state.job.result("calibration")["digest"])
-    width = stream.config.hidden_size
-    budget = state.recipe.run.activation_budget_bytes
-    flow = Activations(state.job.work, (*ids.shape, width), state.dtype, budget)
+    shape = (*ids.shape, stream.config.hidden_size)
+    names = ("hidden", "reference") if state.recipe.quantization.asymmetric else ("hidden",)
+    budget = state.recipe.run.activation_budget_bytes // len(names)
+    flows = [Activations(state.job.work, shape, state.dtype, budget, name) for name in names]
     size = state.recipe.calibration.batch_size
     if index == 0:
-        flow.start()
+        for flow in flows:
+            flow.start()
         for first in range(0, len(ids), size):
             rows = slice(first, first + size)
-            flow.put(rows, stream.embed(ids[rows]))
-        flow.advance()
+            hidden = stream.embed(ids[rows])
+            for flow in flows:
+                flow.put(rows, hidden)
+        for flow in flows:
+            flow.advance()
     else:
         stream.embed(ids[:1])  # for the blocks' masks and positions
-        flow.restore(index, state.job.finished_block(index - 1)["activations"])
+        for flow, key in zip(flows, CHECKSUMS, strict=False):
+            flow.restore(index, state.job.finished_block(index - 1)[key])
     stream.release_embedding()
-    return flow
+    return flows
 
 
 def quantize_block(
-    state: Run, stream: BlockStream, index: int, flow: Activations | None, advance: Callable[[], None]
+    state: Run, stream: BlockStream, index: int, flows: list[Activations], advance: Callable[[], None]
 ) -> None:
-    """Quantize one block, save its tensors, and move the calibration rows through it."""
+    """Quantize one block, save its tensors, and move the calibration rows through it; those of the full-precision model
+    (`flows[1:]`) before it is quantized."""
     settings, size = state.recipe.quantization, state.recipe.calibration.batch_size
     groups, prefix = state.block_groups[index], state.family.block(index)
     smoothed = state.recipe.transform.smoothing != "none" and bool(groups)
     with stream.block(index) as layer:
         statistics = {}
-        if flow and groups:
-            batches = (hidden for _, hidden in flow.batches(size))
+        exact = _move(flows[1], stream, index, layer, size) if len(flows) > 1 else None
+        if flows and groups:
+            batches = (hidden for _, hidden in flows[0].batches(size))
             statistics = blocks.collect(
                 layer,
                 groups,
@@ -291,7 +304,9 @@ def quantize_block(
                 hessians=settings.needs_hessians,
                 ranges=settings.activations == "4bit",
                 channels=smoothed,
+                reference=exact,
             )
+        deque(exact or (), 0)  # what `collect` has not asked for: all of it in a block without groups
         scaled = transform_stage.smooth(state, layer, index, groups, statistics) if smoothed else []
         finished = blocks.quantize(layer, prefix, groups, statistics, state.fmt, settings, advance)
         tensors = {
@@ -308,13 +323,22 @@ def quantize_block(
         }
         if scaled:
             entry["smoothing"] = scaled
-        if flow and index + 1 < len(stream):
-            for rows, hidden in flow.batches(size):
-                flow.put(rows, stream.run(index, layer, hidden))
-            entry["activations"] = flow.advance()
+        if flows and index + 1 < len(stream):
+            deque(_move(flows[0], stream, index, layer, size), 0)
+            entry |= {key: flow.advance() for key, flow in zip(CHECKSUMS, flows, strict=False)}
         state.job.finish_block(index, entry)
-        if flow:
+        for flow in flows:
             flow.discard_previous()
+
+
+def _move(
+    flow: Activations, stream: BlockStream, index: int, layer: torch.nn.Module, size: int
+) -> Iterator[torch.Tensor]:
+    """Take the rows of `flow` through block `index`, a batch for each item asked for."""
+    for rows, hidden in flow.batches(size):
+        moved = stream.run(index, layer, hidden)
+        flow.put(rows, moved)
+        yield moved
 
 
 def save_outside(state: Run) -> dict:

@@ -49,7 +49,8 @@ class Job:
 
     @property
     def activation_bytes(self) -> int:
-        return self.calibration_tokens * self.hidden * self.itemsize
+        streams = 2 if self.recipe.quantization.asymmetric else 1
+        return streams * self.calibration_tokens * self.hidden * self.itemsize
 
     @property
     def dense_bytes(self) -> int:

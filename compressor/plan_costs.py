@@ -145,6 +145,7 @@ def _acceptance(name: str, job: Job, machine: Machine, weight_bytes: int, *, map
 
 def _quantization(job: Job, machine: Machine) -> Stage:
     """Per block: two forwards, the Hessians, and for every input a factorization and a sweep over its columns.
+    Asymmetric calibration adds a forward and a cross term beside each Hessian, refitted scales a sweep.
 
     Memory: the current block, its largest group in float32 four times over (weight, result, errors, decoded), one
     Hessian [in, in] float32 per distinct input of the block plus four of the largest for its factorization, the
@@ -152,22 +153,25 @@ def _quantization(job: Job, machine: Machine) -> Stage:
     """
     recipe = job.recipe
     gptq_used = recipe.quantization.method == "gptq"
+    streams = 2 if recipe.quantization.asymmetric else 1
+    sweeps = 2 if recipe.quantization.refit else 1
     seconds = 0.0
     hessians: dict[int, int] = {}
     for group in job.groups:
         width, outputs = group.in_features, group.out_features
         seconds += width * outputs * machine.search_seconds_per_weight
         if recipe.quantization.needs_hessians:
-            hessians[group.block] = hessians.get(group.block, 0) + 4 * width**2
-            seconds += 2 * job.calibration_tokens * width**2 / machine.bf16_flops
+            hessians[group.block] = hessians.get(group.block, 0) + streams * 4 * width**2
+            seconds += streams * 2 * job.calibration_tokens * width**2 / machine.bf16_flops
         if not gptq_used:
             continue
         seconds += (4 / 3 * width**3 + outputs * width**2) / machine.float32_flops
-        seconds += width * (machine.column_seconds + outputs * machine.column_seconds_per_output)
+        seconds += sweeps * width * (machine.column_seconds + outputs * machine.column_seconds_per_output)
     spec = recipe.calibration
     if job.calibration_tokens:
-        seconds += 2 * _forward_seconds(job, machine.bf16_flops, job.calibration_tokens, spec.length)
-        seconds += 2 * job.layers * spec.rows / spec.batch_size * LAYER_STEP_SECONDS
+        forwards = 1 + streams
+        seconds += forwards * _forward_seconds(job, machine.bf16_flops, job.calibration_tokens, spec.length)
+        seconds += forwards * job.layers * spec.rows / spec.batch_size * LAYER_STEP_SECONDS
     batch_tokens = min(spec.batch_size, spec.rows) * spec.length if job.calibration_tokens else 0
     largest = max((group.in_features * group.out_features for group in job.groups), default=0)
     widest = max((group.in_features for group in job.groups), default=0)

@@ -81,6 +81,12 @@ class Quantization(Section):
         default="static", description="GPTQ: static quantizes columns by falling Hessian diagonal; none = as they come."
     )
     block_size: int = Field(default=128, ge=1, description="GPTQ: columns updated together.")
+    asymmetric: bool = Field(
+        default=False,
+        description="GPTQ: aim at the full-precision model's outputs from the quantized model's inputs; calibration "
+        "carries both, in twice the space.",
+    )
+    refit: bool = Field(default=False, description="GPTQ: fit the scales once more to the chosen codes.")
     ignore: list[Glob] = Field(
         default_factory=list, description="Glob patterns of full module names that stay unquantized."
     )
@@ -101,6 +107,13 @@ class Quantization(Section):
             able = [name for name in formats.names() if formats.get(name).activations_config() is not None]
             reason = f"format {self.format} has no 4-bit activations; use 16bit, or format {' or '.join(able)}"
             raise refuse("activations", self.activations, reason)
+        return self
+
+    @model_validator(mode="after")
+    def _gptq_alone_solves(self) -> Self:
+        for key in ("asymmetric", "refit"):
+            if getattr(self, key) and self.method != "gptq":
+                raise refuse(key, True, f"method {self.method} does not use it; remove it, or set method: gptq")
         return self
 
     @property

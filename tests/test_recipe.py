@@ -140,6 +140,8 @@ def test_defaults_are_the_documented_ones(write):
             "damping": 0.01,
             "order": "static",
             "block_size": 128,
+            "asymmetric": False,
+            "refit": False,
             "ignore": [],
         },
         "calibration": {
@@ -373,6 +375,8 @@ REFUSED = {
     "calibration: {rows: 1.5}": "calibration.rows: 1.5 is not allowed; must be a whole number",
     "calibration: {rows: true}": "calibration.rows: true is not allowed; must be a whole number",
     "calibration: {top_p: 1.5}": "calibration.top_p: 1.5 is not allowed; must be at most 1",
+    "quantization: {method: rtn, asymmetric: true}": "quantization.asymmetric: true is not allowed; method rtn",
+    "quantization: {method: rtn, refit: true}": "quantization.refit: true is not allowed; method rtn does not use it",
     "calibration: {kind: jsonl}": "calibration.path: missing; kind jsonl needs it",
     "calibration: {kind: hub}": "calibration.dataset: missing; kind hub needs it",
     "calibration: {dataset: a/b}": "kind self does not use it; remove it, or set kind: hub",

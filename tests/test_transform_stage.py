@@ -138,10 +138,12 @@ def test_awq_leaves_less_error_over_the_layers(tmp_path, run):
 def test_statistics_of_scaled_inputs_are_those_of_the_inputs_scaled():
     x = torch.randn(50, 8, generator=torch.Generator().manual_seed(0))
     s = torch.linspace(0.5, 4, 8)
-    found = [InputStatistics(torch.zeros(8, 8), 0.0, 0, torch.zeros(8), torch.zeros(8)) for _ in range(2)]
+    found = [InputStatistics(torch.zeros(8, 8), 0.0, mean=torch.zeros(8), largest=torch.zeros(8)) for _ in range(2)]
     found[0].add(x)
-    found[0].divide(s)
     found[1].add(x / s)
+    for entry in found:
+        entry.finish()
+    found[0].divide(s)
     for name in ("hessian", "mean", "largest", "amax"):
         torch.testing.assert_close(getattr(found[0], name), getattr(found[1], name), atol=1e-4, rtol=1e-5)
 

@@ -69,6 +69,15 @@ class Format(ABC):
         """
 
     @abstractmethod
+    def storable(self, step: Tensor, grid: Grid, *, search: str = "none") -> Tensor:
+        """The float32 steps nearest to `step` (any shape) that could stand in `grid`, which `search` chose; 0 where the
+        nearest is zero."""
+
+    @abstractmethod
+    def with_step(self, grid: Grid, step: Tensor) -> Grid:
+        """`grid` with other steps, float32 [out, in / group], each of them positive and `storable`."""
+
+    @abstractmethod
     def round(self, x: Tensor, step: Tensor, zero: Tensor | None = None) -> Tensor:
         """uint8 codes of the levels nearest to `x / step (+ zero)`, ties to even, saturating; step, zero broadcast."""
 

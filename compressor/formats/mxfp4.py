@@ -45,6 +45,15 @@ class Mxfp4(Fp4):
             codes = best_candidate(groups, importance, candidates, decode_e8m0, self.fake_quantize)
         return Grid(decode_e8m0(codes), None, {"weight_scale": codes})
 
+    def storable(self, step: Tensor, grid: Grid, *, search: str = "none") -> Tensor:
+        """See `Format.storable`: the nearest power of two."""
+        mantissa, exponent = torch.frexp(step.float())
+        return decode_e8m0((exponent + (mantissa >= 0.75) + 126).clamp_(0, 254).to(torch.uint8))
+
+    def with_step(self, grid: Grid, step: Tensor) -> Grid:
+        """See `Format.with_step`."""
+        return Grid(step, None, {"weight_scale": (torch.frexp(step).exponent + 126).to(torch.uint8)})
+
     def pack(self, codes: Tensor, grid: Grid) -> dict[str, Tensor]:
         """weight_packed uint8 [out, in / 2], weight_scale uint8 E8M0 [out, in / 32]."""
         return {"weight_packed": pack_nibbles(codes), **grid.stored}

@@ -56,7 +56,7 @@ class Nvfp4(Fp4):
         groups = self._groups(weight, search)
         amax = self._finite(groups.abs().amax(-1))
         shared = _multiplier(amax.max(), search) if global_scale is None else _checked_global(global_scale)
-        codes = (shared * (amax / E2M1.max)).clamp_(max=E4M3.max).to(torch.float8_e4m3fn).view(torch.uint8)
+        codes = _scale(amax / E2M1.max, shared).view(torch.uint8)
         standard = self._replace_underflow(codes)
         if search == "mse":
             candidates = [standard]
@@ -72,6 +72,15 @@ class Nvfp4(Fp4):
         if self.underflow == "transformer-engine":
             return codes
         return torch.where(codes == 0, _CT_UNDERFLOW_CODE if self.underflow == "compressed-tensors" else 1, codes)
+
+    def storable(self, step: Tensor, grid: Grid, *, search: str = "none") -> Tensor:
+        """See `Format.storable`: the tensor's multiplier stays."""
+        shared = grid.stored["weight_global_scale"]
+        return _step(_scale(step, shared).view(torch.uint8), shared)
+
+    def with_step(self, grid: Grid, step: Tensor) -> Grid:
+        """See `Format.with_step`."""
+        return Grid(step, None, {**grid.stored, "weight_scale": _scale(step, grid.stored["weight_global_scale"])})
 
     def round(self, x: Tensor, step: Tensor, zero: Tensor | None = None) -> Tensor:
         """See `Format.round`."""
@@ -165,6 +174,10 @@ def _checked_global(global_scale: Tensor) -> Tensor:
     if scale.numel() != 1 or not bool(scale.isfinite()) or not bool(scale > 0):
         raise CompressError(f"nvfp4: global_scale {global_scale.tolist()} is not one positive finite number")
     return scale
+
+
+def _scale(step: Tensor, shared: Tensor) -> Tensor:
+    return (shared * step).clamp_(max=E4M3.max).to(torch.float8_e4m3fn)
 
 
 def _step(codes: Tensor, shared: Tensor) -> Tensor:

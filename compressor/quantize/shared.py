@@ -21,8 +21,8 @@ class LayerResult:
 
     tensors: on disk by suffix. error: tr(E H Eᵀ) / tr(W H Wᵀ), relative to the layer's output over the calibration
     inputs (the identity for H where none was given). sqnr_db: of the weight itself. stats: method, and for GPTQ the
-    damping that held, the precision of the factorization, the number of dead inputs and seconds for all the layers
-    solved together.
+    damping that held, the precision of the factorization, the number of dead inputs, what `gptq_together` adds for a
+    cross term and for refitted scales, and seconds for all the layers solved together.
     """
 
     tensors: dict[str, Tensor]
@@ -44,11 +44,14 @@ def quantize_shared(
     order: str = "static",
     block_size: int = 128,
     fused: bool = True,
+    cross: Tensor | None = None,
+    refit: bool = False,
 ) -> list[LayerResult]:
     """Quantize weights (float [out_i, in], one dtype) that read the same input whose Hessian is `hessian` [in, in].
 
     method "gptq" needs the Hessian; "rtn" uses its diagonal, if given, to weigh the scale search. fused: engines
-    concatenate these weights, so a format's global scale is common to all. Other options as `gptq`.
+    concatenate these weights, so a format's global scale is common to all. cross and refit are for "gptq" alone. Other
+    options as `gptq`.
     Raises CompressError naming the layer for NaN or Inf, a group that does not divide, or a singular Hessian.
     """
     if method not in METHODS:
@@ -62,7 +65,6 @@ def quantize_shared(
         if hessian is not None and hessian.shape[0] != weight.shape[1]:
             raise CompressError(f"{name}: {weight.shape[1]} inputs, but a Hessian of {hessian.shape[0]}")
     started = time.perf_counter()
-    common = fmt.global_scale(weights, search=search) if fused else None
     if method == "gptq" and hessian is not None:
         encoded, stats = gptq_together(
             weights,
@@ -72,10 +74,13 @@ def quantize_shared(
             order=order,
             block_size=block_size,
             search=search,
-            global_scale=common,
+            fused=fused,
+            cross=cross,
+            refit=refit,
             name=names[0],
         )
     else:
+        common = fmt.global_scale(weights, search=search) if fused else None
         importance = None if hessian is None else hessian.diagonal()
         encoded = [rtn(w, fmt, search=search, importance=importance, global_scale=common) for w in weights]
         stats = {}
