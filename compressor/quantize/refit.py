@@ -6,6 +6,8 @@ bits, E4M3), so the minimum is sought among storable scales, one group after ano
 scale nearest to the best one given all others is the best storable one. The error of no row can grow.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -39,7 +41,7 @@ def refit(goal: Tensor, codes: Tensor, grid: Grid, fmt: Format, hessian: Tensor,
     return fmt.with_step(grid, step)
 
 
-def _refit_rows(goal: Tensor, levels: Tensor, step: Tensor, hessian: Tensor, store) -> None:
+def _refit_rows(goal: Tensor, levels: Tensor, step: Tensor, hessian: Tensor, store: Callable[[Tensor], Tensor]) -> None:
     """Coordinate descent on `step` [rows, G], in place. levels [rows, G, group]."""
     groups, size = levels.shape[1:]
     flat = levels.flatten(1)
@@ -60,7 +62,7 @@ def _refit_rows(goal: Tensor, levels: Tensor, step: Tensor, hessian: Tensor, sto
             # a group of zeros has no curvature: its comparison with NaN is false
             better = ((new - best).abs() < (old - best).abs()) & (new > 0) & (curvature > 0)
             change = torch.where(better, new - old, 0)
-            step[:, g] += change
+            step[:, g] = torch.where(better, new, old)
             slope -= coupling[g] * change[:, None].to(slope.dtype)
             changed |= bool(better.any())
         if not changed:
