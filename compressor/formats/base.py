@@ -68,6 +68,11 @@ class Format(ABC):
         Raises CompressError for NaN or Inf in the weight, UsageError for an unknown search.
         """
 
+    def restep(self, grid: Grid, step: Tensor) -> Grid:
+        """`grid` with the steps nearest to `step` (float32 [out, in / group], > 0) that the format stores, as a scale
+        search would store them; `grid` itself where its steps are too coarse to be moved."""
+        return grid
+
     @abstractmethod
     def round(self, x: Tensor, step: Tensor, zero: Tensor | None = None) -> Tensor:
         """uint8 codes of the levels nearest to `x / step (+ zero)`, ties to even, saturating; step, zero broadcast."""

@@ -64,10 +64,8 @@ class Int4(Format):
         # a group of zeros, or one whose scale underflows its dtype, takes the dtype's epsilon (compressed-tensors)
         epsilon = torch.finfo(dtype).eps
 
-        exact = search == "mse" and self.symmetric and dtype == torch.bfloat16
-
         def store(scale: Tensor) -> Tensor:
-            return (significant(scale, _EXACT_BITS) if exact else scale).to(dtype).float()
+            return self._store(scale, dtype) if search == "mse" else scale.to(dtype).float()
 
         low, high = groups.amin(-1).clamp(max=0.0), groups.amax(-1).clamp(min=0.0)
         self._finite(torch.maximum(-low, high))
@@ -85,6 +83,17 @@ class Int4(Format):
         if zero is not None:
             stored["weight_zero_point"] = zero.to(torch.int8)
         return Grid(step, zero, stored)
+
+    def _store(self, scale: Tensor, dtype: torch.dtype) -> Tensor:
+        """A searched scale as a decoder reads it, float32."""
+        exact = self.symmetric and dtype == torch.bfloat16
+        return (significant(scale, _EXACT_BITS) if exact else scale).to(dtype).float()
+
+    def restep(self, grid: Grid, step: Tensor) -> Grid:
+        """See `Format.restep`."""
+        dtype = grid.stored["weight_scale"].dtype
+        stored = self._store(step.clamp(min=torch.finfo(dtype).tiny), dtype)
+        return Grid(stored, grid.zero, {**grid.stored, "weight_scale": stored.to(dtype)})
 
     def round(self, x: Tensor, step: Tensor, zero: Tensor | None = None) -> Tensor:
         """See `Format.round`: code = q + 8."""

@@ -23,6 +23,7 @@ UNDERFLOW_RULES = ("compressed-tensors", "transformer-engine", "subnormal")
 SEARCH_OFFSETS = (0, -1, 1, -2, 2, -3, 3, -4, 4, -5, 5, 6)
 _CT_UNDERFLOW_CODE = 32  # 0.125
 _LARGEST_CODE = 126  # 448
+_SMALLEST = 2.0**-9  # code 1
 _TINY_STEP = 1 / torch.finfo(torch.float32).max
 
 
@@ -67,6 +68,12 @@ class Nvfp4(Fp4):
             )
         scale = standard.view(torch.float8_e4m3fn)
         return Grid(_step(standard, shared), None, {"weight_scale": scale, "weight_global_scale": shared})
+
+    def restep(self, grid: Grid, step: Tensor) -> Grid:
+        """See `Format.restep`: the global scale stays, a block's scale stays positive and at most 448."""
+        shared = grid.stored["weight_global_scale"]
+        scale = (step * shared).clamp_(_SMALLEST, E4M3.max).to(torch.float8_e4m3fn)
+        return Grid(scale.float() / shared, None, {**grid.stored, "weight_scale": scale})
 
     def _replace_underflow(self, codes: Tensor) -> Tensor:
         if self.underflow == "transformer-engine":
