@@ -28,6 +28,7 @@ from compressor.checkpoint.inventory import Inventory
 from compressor.checkpoint.tokenizer import load_tokenizer
 from compressor.checkpoint.weights import Weights
 from compressor.decode import engine
+from compressor.distill import stage
 from compressor.errors import CompressError, UsageError
 from compressor.evals import build as build_rows
 from compressor.job import Job
@@ -133,6 +134,7 @@ def run(
         baseline(state)
         state.release_target()
         quantize(state)
+        distill(state)
         staging = stage_bundle(state, out)
         try:
             measure(state, staging)
@@ -231,6 +233,14 @@ def quantize(state: Run) -> None:
         job.finish("outside", save_outside(state))
 
 
+def distill(state: Run) -> None:
+    """Train the quantized blocks against the original's logits, where the recipe says so."""
+    if state.recipe.distillation is None or state.job.stage(stage.STAGE):
+        return
+    state.ui.stage("distill")
+    stage.distill(state, load_ids(state.job.path(CALIBRATION), state.job.result("calibration")["digest"]))
+
+
 def refuse_unknown(state: Run, stream: BlockStream) -> None:
     """Raise CompressError for a tensor inside a block that the model class does not have: it would be lost."""
     for index, layer in enumerate(stream.layers):
@@ -308,6 +318,10 @@ def quantize_block(
             )
         deque(exact or (), 0)  # what `collect` has not asked for: all of it in a block without groups
         scaled = transform_stage.smooth(state, layer, index, groups, statistics) if smoothed else []
+        if state.recipe.distillation is not None:
+            names = [f"{name}.weight" for group in groups for name in group.names]
+            weights = {prefix + name: layer.get_parameter(name).data for name in names}
+            writer.save_atomic(stage.rounded_file(state, index), weights)
         finished = blocks.quantize(layer, prefix, groups, statistics, state.fmt, settings, advance)
         tensors = {
             f"{entry.name}.{suffix}": tensor for entry in finished for suffix, tensor in entry.result.tensors.items()
@@ -374,7 +388,7 @@ def stage_bundle(state: Run, out: Path) -> Path:
     staging.mkdir(parents=True)
     try:
         parts = [state.job.path(OUTSIDE)]
-        parts += [state.job.block_file(i) for i in range(state.config.num_hidden_layers)]
+        parts += stage.parts(state)
         writer.ensure_space(staging, sum(os.path.getsize(part) for part in parts))
         writer.assemble(parts, staging, max_shard_bytes=state.recipe.bundle.max_shard_bytes)
         record.write_config(state, staging)

@@ -131,6 +131,21 @@ class Quantization(Section):
         return any(matches(pattern, module) for pattern in self.ignore)
 
 
+class Distillation(Section):
+    """Training of the quantized model's codes, scales, norms and biases on the calibration rows, so that its logits
+    come closer to the original's. Holds the whole quantized model in memory."""
+
+    steps: int = Field(default=400, ge=1, description="Steps of the optimizer.")
+    rows: int = Field(default=4, ge=1, description="Calibration rows a step.")
+    rounding_rate: float = Field(default=2e-3, ge=0, description="Levels that a weight moves a step, at most.")
+    scale_rate: float = Field(default=1e-3, ge=0, description="Share of itself that a scale moves a step, at most.")
+    other_rate: float = Field(default=3e-4, ge=0, description="What norms and biases move a step, at most.")
+    held_out: int = Field(
+        default=4, ge=1, description="Calibration rows set aside, which decide whether the result is kept."
+    )
+    save_every: int = Field(default=100, ge=1, description="Steps between two checkpoints.")
+
+
 class Calibration(Section):
     """The token rows whose activations the quantizer sees."""
 
@@ -315,6 +330,9 @@ class Recipe(Section):
     transform: TransformOptions = Field(default_factory=TransformOptions)
     quantization: Quantization = Field(default_factory=Quantization)
     calibration: Calibration = Field(default_factory=Calibration)
+    distillation: Distillation | None = Field(
+        default=None, description="Train the quantized model against the original; null = not."
+    )
     proposer: Proposer = Field(default_factory=Proposer)
     measure: Measure = Field(default_factory=Measure)
     bundle: BundleOptions = Field(default_factory=BundleOptions)

@@ -19,6 +19,7 @@ from compressor.bundle.passport import Passport
 from compressor.bundle.records import MEASURED
 from compressor.checkpoint.config import CONFIG, GENERATION_CONFIG, read_config
 from compressor.checkpoint.source import tokenizer_files
+from compressor.distill import stage
 from compressor.errors import naming
 from compressor.formats.config import quantization_config
 from compressor.proposers.load import HEAD_FOLDER
@@ -165,8 +166,8 @@ def passport(state: Run, folder: Path) -> Passport:
 
 def _quantization(state: Run) -> dict:
     settings, fmt = state.recipe.quantization, state.fmt
-    calibration = state.job.stage("calibration")
-    blocks = range(state.config.num_hidden_layers)
+    calibration, distilled = state.job.stage("calibration"), state.job.stage(stage.STAGE)
+    rows = [row for index in range(state.config.num_hidden_layers) for row in state.job.finished_block(index)["layers"]]
     return {
         "format": fmt.name,
         "compression_format": fmt.compression_format,
@@ -177,9 +178,23 @@ def _quantization(state: Run) -> dict:
         "method": settings.method,
         "settings": settings.model_dump(mode="json", exclude={"format", "activations", "method"}),
         "calibration": _calibration(calibration) if calibration else None,
-        "layers": [row for index in blocks for row in state.job.finished_block(index)["layers"]],
+        "layers": [_trained(row, distilled) for row in rows],
+        "distillation": _distillation(distilled) if distilled else None,
         "ignored": ignored(state),
     }
+
+
+def _trained(row: dict, distilled: dict | None) -> dict:
+    """A linear's row after distillation, which leaves no Hessian to tell its output error by."""
+    if distilled is None or not distilled["kept"]:
+        return row
+    found = distilled["layers"][row["name"]]
+    stats = {**row["stats"], "changed_codes": found["changed_codes"]}
+    return {**row, "error": None, "sqnr_db": found["sqnr_db"], "stats": stats}
+
+
+def _distillation(record: dict) -> dict:
+    return {key: record[key] for key in ("before", "after", "kept", "seconds", "losses")}
 
 
 def _calibration(record: dict) -> dict:
@@ -223,6 +238,10 @@ def _decisions(state: Run) -> list[dict]:
             if dead:
                 decisions.append({"what": f"{row['name']}: {dead} inputs dropped", "why": "always zero in calibration"})
     decisions += transform_stage.decisions(state)
+    distilled = state.job.stage(stage.STAGE)
+    if distilled is not None and not distilled["kept"]:
+        loss = f"KL on the rows set aside was {distilled['before']:.4f} before and {distilled['after']:.4f} after"
+        decisions.append({"what": "distillation not kept", "why": loss})
     decisions += [{"what": note, "why": "conversion of the source"} for note in state.source.notes]
     precision = state.recipe.proposer.precision
     if precision != "bf16":

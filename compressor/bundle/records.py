@@ -118,7 +118,7 @@ class Layer(Record):
     format: str
     error: NonNegativeFloat | None = None
     """Relative squared output error tr(E H Eᵀ)/tr(W H Wᵀ) over the calibration inputs; without calibration, of the
-    weight itself (H = 1)."""
+    weight itself (H = 1); null after distillation."""
     sqnr_db: float | None = None
     """Signal to quantization noise of the weights in decibels; null for an exact copy, where it is infinite."""
     packed_bytes: PositiveInt
@@ -130,6 +130,19 @@ class Layer(Record):
     @classmethod
     def _no_infinity_in_json(cls, value: Any) -> Any:
         return None if value == math.inf else value
+
+
+class Distillation(Record):
+    """Training of the quantized model against the original's logits, on calibration rows."""
+
+    before: NonNegativeFloat
+    """KL(original ‖ quantized) in nats a token, on rows that were set aside."""
+    after: NonNegativeFloat
+    kept: bool
+    """False where it did not help: the bundle then holds what there was before."""
+    seconds: NonNegativeFloat
+    losses: list[float]
+    """Estimates of the KL on the rows of each step."""
 
 
 class Quantization(Record):
@@ -148,6 +161,7 @@ class Quantization(Record):
     settings: Settings = {}
     calibration: Calibration | None = None
     layers: list[Layer]
+    distillation: Distillation | None = None
     ignored: list[str]
     """Entries of config.json's `ignore`: linears left in `target.dtype`."""
 

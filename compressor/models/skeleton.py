@@ -2,6 +2,7 @@
 
 import ctypes
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import init_empty_weights
@@ -69,8 +70,24 @@ def release(module: nn.Module) -> None:
         trim(0)
 
 
+class _StraightThrough(torch.autograd.Function):
+    """Rounded values forward, their gradients passed on as if nothing had been rounded."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return rounded
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return grad, None
+
+
 def emulate_activations(linear: nn.Module, fmt: Format, input_global_scale: torch.Tensor | None) -> RemovableHandle:
     """Round the inputs of `linear` as a W4A4 engine would, until the returned handle is removed."""
-    return linear.register_forward_pre_hook(
-        lambda module, args: (fmt.fake_quantize_activation(args[0], input_global_scale),)
-    )
+
+    def hook(module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor]:
+        with torch.no_grad():
+            rounded = fmt.fake_quantize_activation(args[0], input_global_scale)
+        return (_StraightThrough.apply(args[0], rounded),)
+
+    return linear.register_forward_pre_hook(hook)

@@ -119,9 +119,9 @@ class BlockStream:
         skeleton.fill(norm, "model.norm.", self.weights.get, self.dtype)
         skeleton.fill(head, (self.family.embedding if tied else self.family.head) + ".", self.weights.get, self.dtype)
 
-        @torch.inference_mode()
         def logits(hidden: torch.Tensor) -> torch.Tensor:
-            return self.model(inputs_embeds=hidden, use_cache=False).logits
+            with torch.inference_mode(not hidden.requires_grad):
+                return self.model(inputs_embeds=hidden, use_cache=False).logits
 
         try:
             yield logits

@@ -1,0 +1,1 @@
+"""Training the codes, scales, norms and biases of a quantized model so that its logits are the original's again."""

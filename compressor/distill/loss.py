@@ -1,0 +1,45 @@
+"""KL to the original's next-token law and its gradient, without keeping logits."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+TOKENS = 64
+"""Positions whose logits are alive at a time: of a large vocabulary, few enough for memory to be used again."""
+_TINY = 1e-30
+
+Logits = Callable[[Tensor], Tensor]
+"""Hidden states [1, tokens, hidden] that leave the last block → logits [1, tokens, vocab]."""
+
+
+def kl(teacher: Logits, student: Logits, wanted: Tensor, hidden: Tensor) -> float:
+    """Mean KL(teacher ‖ student) in nats; wanted, hidden [rows, length, H]: what leaves either's last block."""
+    total = 0.0
+    for target, state in _parts(wanted, hidden):
+        log_p, log_q = (f(x).float().log_softmax(-1) for f, x in ((teacher, target), (student, state)))
+        total += float((log_p.exp() * (log_p - log_q)).sum(dtype=torch.float64))
+    return total / hidden.shape[:2].numel()
+
+
+def kl_gradient(teacher: Logits, student: Logits, wanted: Tensor, hidden: Tensor) -> tuple[float, Tensor]:
+    """An estimate of `kl` from one part in eight, and its exact gradient with respect to `hidden`, in its dtype."""
+    gradients, total, seen = [], 0.0, 0
+    for index, (target, state) in enumerate(_parts(wanted, hidden)):
+        leaf = state.detach().requires_grad_(True)
+        logits = student(leaf)
+        with torch.no_grad():
+            p = torch.softmax(teacher(target), -1, dtype=torch.float32)
+            q = torch.softmax(logits, -1, dtype=torch.float32)
+            if index % 8 == 0:
+                total += float((p * ((p + _TINY).log() - (q + _TINY).log())).sum(dtype=torch.float64))
+                seen += state.shape[1]
+            gradient = q.sub_(p).to(logits.dtype)
+        logits.backward(gradient)
+        gradients.append(leaf.grad)
+    count = hidden.shape[:2].numel()
+    return total / seen, torch.cat(gradients, 1).view_as(hidden) / count
+
+
+def _parts(*states: Tensor):
+    return zip(*(x.reshape(1, -1, x.shape[-1]).split(TOKENS, 1) for x in states), strict=True)

@@ -1,0 +1,150 @@
+"""Distillation as a stage of a job: from the blocks' files to trained ones beside them."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from compressor.checkpoint import writer
+from compressor.checkpoint.digest import sha256_file
+from compressor.checkpoint.weights import Weights
+from compressor.distill.loop import Distiller, Schedule
+from compressor.distill.student import Block
+from compressor.errors import CompressError
+from compressor.models.skeleton import emulate_activations
+from compressor.models.stream import BlockStream
+from compressor.quantize.learned import Learned, Rates
+from compressor.quantize.metrics import sqnr_db
+from compressor.ui import UI
+
+if TYPE_CHECKING:
+    from compressor.pipeline import Run
+
+CHECKPOINT = "distill.safetensors"
+STAGE = "distill"
+
+
+def rounded_file(state: Run, index: int) -> Path:
+    """Where block `index` keeps the weights that were rounded, for training to start from."""
+    return state.job.path(f"rounded-{index:05d}.safetensors")
+
+
+def trained_file(state: Run, index: int) -> Path:
+    """Where the trained tensors of block `index` are."""
+    return state.job.path(f"trained-{index:05d}.safetensors")
+
+
+def distill(state: Run, ids: Tensor) -> None:
+    """Train what the blocks' files hold on the calibration rows `ids`, and keep it where rows set aside say so."""
+    settings, size = state.recipe.distillation, state.recipe.calibration.batch_size
+    assert settings is not None
+    started = time.monotonic()
+    original = BlockStream(Weights(state.source.folder), state.config, state.dtype)
+    student = BlockStream(state.weights, state.weights.config, state.dtype)
+    wanted = last_states(original, ids, size, state.ui)
+    student.embed(ids[:1])  # for the blocks' masks and positions
+    blocks = [_open(state, student, index) for index in range(len(student))]
+    training, held_out = split(len(ids), settings.held_out)
+    schedule = Schedule(
+        steps=settings.steps,
+        rows=min(settings.rows, len(training)),
+        batch_size=min(size, settings.rows),
+        rates=Rates(settings.rounding_rate, settings.scale_rate, settings.other_rate),
+        seed=state.recipe.run.seed,
+        save_every=settings.save_every,
+    )
+    with original.head() as teacher, student.head() as logits:
+        distiller = Distiller(blocks, student.embed, teacher, logits, ids, wanted, schedule)
+        before = distiller.loss(held_out)
+        history = distiller.run(training, state.job.path(CHECKPOINT), state.ui)
+        after = distiller.loss(held_out)
+    record = {"before": before, "after": after, "kept": after < before, "losses": history}
+    rows = [_save(state, index, block) for index, block in enumerate(blocks)] if after < before else []
+    record["layers"] = {name: row for part in rows for name, row in part.items()}
+    record["sha256"] = [sha256_file(trained_file(state, index)) for index in range(len(rows))]
+    record["seconds"] = round(time.monotonic() - started, 1)
+    state.job.finish(STAGE, record)
+    state.job.path(CHECKPOINT).unlink(missing_ok=True)
+
+
+def split(rows: int, held_out: int) -> tuple[range, range]:
+    """Rows to train on, and the last ones, set aside. Raises CompressError where none is left to train on."""
+    if rows <= held_out:
+        raise CompressError(f"distillation.held_out: {held_out} of {rows} calibration rows; at least one must be left")
+    return range(rows - held_out), range(rows - held_out, rows)
+
+
+def parts(state: Run) -> list[Path]:
+    """The files of the blocks as they go into the bundle. Raises CompressError for one that has changed since."""
+    record = state.job.stage(STAGE)
+    total = state.config.num_hidden_layers
+    if record is None or not record["kept"]:
+        return [state.job.block_file(index) for index in range(total)]
+    files = [trained_file(state, index) for index in range(total)]
+    for file, digest in zip(files, record["sha256"], strict=True):
+        if not file.exists() or sha256_file(file) != digest:
+            raise CompressError(
+                f"{file}: missing or changed since it was written; remove the work folder and start again"
+            )
+    return files
+
+
+@torch.inference_mode()
+def last_states(stream: BlockStream, ids: Tensor, batch_size: int, ui: UI) -> Tensor:
+    """What leaves the last block, [rows, length, H], before the final norm."""
+    states = torch.cat([stream.embed(rows) for rows in ids.split(batch_size)])
+    stream.release_embedding()
+    with ui.progress("original", len(stream)) as progress:
+        for index in range(len(stream)):
+            with stream.block(index) as layer:
+                for rows in range(0, len(ids), batch_size):
+                    part = slice(rows, rows + batch_size)
+                    states[part] = stream.run(index, layer, states[part])
+            progress.advance()
+    return states
+
+
+def _open(state: Run, stream: BlockStream, index: int) -> Block:
+    prefix, groups = state.family.block(index), state.block_groups[index]
+    layer = stream.layers[index]
+    stored, rounded = _read(state.job.block_file(index)), _read(rounded_file(state, index))
+    learned, used = {}, set()
+    for name in (name for group in groups for name in group.names):
+        keys = [key for key in stored if key.startswith(f"{prefix}{name}.") and not key.endswith(".bias")]
+        tensors = {key.removeprefix(f"{prefix}{name}."): stored[key] for key in keys}
+        learned[name] = Learned(
+            state.fmt, tensors, rounded[f"{prefix}{name}.weight"], state.recipe.quantization.scale_search
+        )
+        used.update(keys)
+        if state.recipe.quantization.activations == "4bit":
+            emulate_activations(layer.get_submodule(name), state.fmt, tensors.get("input_global_scale"))
+    others = {key.removeprefix(prefix): value for key, value in stored.items() if key not in used}
+    return Block(layer, stream.recorders[index].arguments, learned, others, state.dtype)
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    try:
+        with safe_open(path, "pt") as file:
+            return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - no mapping
+    except (SafetensorError, OSError):
+        raise CompressError(f"{path}: missing or damaged; remove the work folder and start again") from None
+
+
+def _save(state: Run, index: int, block: Block) -> dict[str, dict]:
+    """Write a trained block; what its linears' rows in the passport become."""
+    prefix = state.family.block(index)
+    writer.save_atomic(trained_file(state, index), {prefix + name: t for name, t in block.tensors().items()})
+    rounded, first = _read(rounded_file(state, index)), _read(state.job.block_file(index))
+    rows = {}
+    for name, linear in block.learned.items():
+        tensors = linear.tensors()
+        before = {key: first[f"{prefix}{name}.{key}"] for key in tensors}
+        changed = (state.fmt.unpack(tensors)[0] != state.fmt.unpack(before)[0]).float().mean().item()
+        noise = sqnr_db(rounded[f"{prefix}{name}.weight"], state.fmt.decode(tensors))
+        rows[prefix + name] = {"sqnr_db": noise, "changed_codes": round(changed, 5)}
+    return rows
