@@ -1,7 +1,7 @@
 """One decoder block through calibration and quantization: input statistics, solve, install, pack."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 
@@ -38,7 +38,8 @@ def _bf16_products() -> Iterator[None]:
 class InputStatistics:
     """What quantization needs to know of one group's input.
 
-    hessian: XᵀX / tokens, float32 [in, in] (the 2 of the GPTQ paper cancels); until `finish`, XᵀX above its diagonal.
+    hessian: XᵀX / tokens, float32 [in, in] (the 2 of the GPTQ paper cancels), each token times its weight where there
+    are weights, of mean 1; until `finish`, XᵀX above its diagonal.
     amax: largest magnitude. cross: X̃ᵀX / tokens (until `finish`, X̃ᵀX), float32 [in, in], with X̃ the same input in the
     full-precision model. mean, largest: mean (until `finish`, sum) and largest magnitude of each input, float32 [in].
     Each is None where nothing needs it. tokens: rows of X.
@@ -51,8 +52,9 @@ class InputStatistics:
     mean: torch.Tensor | None = None
     largest: torch.Tensor | None = None
 
-    def add(self, x: torch.Tensor, reference: torch.Tensor | None = None) -> None:
-        """x [..., in]; reference: X̃, of the same shape and dtype, where there is a cross term."""
+    def add(self, x: torch.Tensor, reference: torch.Tensor | None = None, weights: torch.Tensor | None = None) -> None:
+        """x [..., in]; reference: X̃, of the same shape and dtype, where there is a cross term; weights [...] ≥ 0."""
+        root = None if weights is None else weights.reshape(-1, 1).sqrt()
         x = x.reshape(-1, x.shape[-1])
         self.tokens += x.shape[0]
         if self.amax is not None:
@@ -63,13 +65,14 @@ class InputStatistics:
             self.mean += magnitude.sum(0)
             torch.maximum(self.largest, magnitude.amax(0), out=self.largest)
         if self.hessian is not None:
-            wide = x.float()
+            wide = x.float() if root is None else x * root
             with _bf16_products() if x.dtype == torch.bfloat16 else nullcontext():
                 for first in range(0, wide.shape[1], _PANEL):
                     panel = wide[:, first : first + _PANEL]
                     self.hessian[first : first + _PANEL, first:] += panel.T @ wide[:, first:]  # addmm_ is slower
                 if self.cross is not None and reference is not None:
-                    self.cross += reference.reshape(x.shape).float().T @ wide
+                    exact = reference.reshape(x.shape).float()
+                    self.cross += (exact if root is None else exact * root).T @ wide
 
     def finish(self) -> None:
         """All inputs have been added."""
@@ -110,6 +113,7 @@ def collect(
     ranges: bool,
     channels: bool = False,
     reference: Iterator[object] | None = None,
+    weights: Mapping[LinearGroup, torch.Tensor] | None = None,
 ) -> dict[LinearGroup, InputStatistics]:
     """Run the calibration rows through `layer` and gather the statistics of every group's input.
 
@@ -123,13 +127,14 @@ def collect(
         channels: note each input's mean and largest magnitude, which channel scales need.
         reference: runs the same rows as the full-precision model has them through `layer`, a batch whenever it is asked
             for its next item; the cross terms of asymmetric calibration are then gathered too.
+        weights: what each token counts in Hessian and cross term, by group, float32 [rows, length]; none: all the same.
 
     Raises CompressError for an input that is not finite, naming the linear.
     """
     statistics: dict[LinearGroup, InputStatistics] = {}
     hooks = []
     exact: dict[LinearGroup, torch.Tensor] = {}
-    of_reference = False
+    of_reference, row = False, 0
     for group in groups:
         linear = _linear(layer, group.names[0])
         size = linear.in_features
@@ -146,7 +151,8 @@ def collect(
             if of_reference:
                 exact[group] = args[0]
                 return
-            entry.add(args[0], exact.pop(group, None))
+            part = weights[group][row : row + len(args[0])] if weights else None
+            entry.add(args[0], exact.pop(group, None), part)
             if last:
                 raise _InputsSeen
 
@@ -159,6 +165,7 @@ def collect(
                 of_reference = False
             with suppress(_InputsSeen):
                 forward(hidden)
+            row += len(hidden)
     finally:
         for handle in hooks:
             handle.remove()

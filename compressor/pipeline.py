@@ -6,21 +6,18 @@ import re
 import shutil
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedTokenizerBase
 
-from compressor import blocks, formats, models, propose, record, transform_stage
+from compressor import blocks, formats, models, propose, record, sensitivity, transform_stage
 from compressor.activations import Activations
 from compressor.bundle import api as bundle_api
 from compressor.bundle import signing
 from compressor.calibration import build as build_calibration
-from compressor.calibration import digest as ids_digest
 from compressor.checkpoint import source, writer
 from compressor.checkpoint.config import CONFIG
 from compressor.checkpoint.digest import sha256_file
@@ -32,6 +29,7 @@ from compressor.distill import stage
 from compressor.errors import CompressError, UsageError
 from compressor.evals import build as build_rows
 from compressor.job import Job
+from compressor.job_tensors import CALIBRATION, EVALUATION, calibration_ids, load_ids
 from compressor.measure import quality
 from compressor.models.skeleton import model_config
 from compressor.models.stream import BlockStream
@@ -40,7 +38,6 @@ from compressor.recipe import Recipe
 from compressor.transform.view import TransformedWeights
 from compressor.ui import UI
 
-CALIBRATION, EVALUATION = "calibration.safetensors", "evaluation.safetensors"
 CHECKSUMS = ("activations", "reference")  # what a block's record calls those of each stream of hidden states
 OUTSIDE = "outside.safetensors"  # embeddings, norms, head and whatever no block owns
 
@@ -129,12 +126,13 @@ def run(
         pin_source(state)
         transform_stage.prove(state)
         calibrate(state)
+        sensitivity.weigh(state)
         propose.train(state)
         propose.rotate(state)
         baseline(state)
         state.release_target()
         quantize(state)
-        distill(state)
+        stage.distill(state)
         staging = stage_bundle(state, out)
         try:
             measure(state, staging)
@@ -223,6 +221,7 @@ def quantize(state: Run) -> None:
     stream = BlockStream(state.weights, state.weights.config, state.dtype)
     refuse_unknown(state, stream)
     if done < total:
+        sensitivity.check(state)
         flows = start_activations(state, stream, done) if state.recipe.quantization.needs_data else []
         with state.ui.progress("quantize", sum(len(groups) for groups in state.block_groups[done:])) as progress:
             for index in range(done, total):
@@ -231,14 +230,6 @@ def quantize(state: Run) -> None:
             flow.remove()
     if not outside:
         job.finish("outside", save_outside(state))
-
-
-def distill(state: Run) -> None:
-    """Train the quantized blocks against the original's logits, where the recipe says so."""
-    if state.recipe.distillation is None or state.job.stage(stage.STAGE):
-        return
-    state.ui.stage("distill")
-    stage.distill(state, load_ids(state.job.path(CALIBRATION), state.job.result("calibration")["digest"]))
 
 
 def refuse_unknown(state: Run, stream: BlockStream) -> None:
@@ -254,22 +245,12 @@ def refuse_unknown(state: Run, stream: BlockStream) -> None:
                 )
 
 
-def load_ids(path: Path, expected: str) -> torch.Tensor:
-    """Token rows saved by an earlier stage. Raises CompressError if they are no longer what was recorded."""
-    # a file that cannot be read gets the error below
-    with suppress(OSError, SafetensorError), safe_open(path, "pt") as file:
-        ids = file.get_tensor("ids")
-        if ids_digest(ids) == expected:
-            return ids
-    raise CompressError(f"{path}: missing or changed since it was written; remove the work folder and start again")
-
-
 def start_activations(state: Run, stream: BlockStream, index: int) -> list[Activations]:
     """Calibration hidden states entering block `index`: embedded anew, or as the last finished block left them.
 
     With asymmetric calibration, those of the full-precision model follow those of the quantized one.
     """
-    ids = load_ids(state.job.path(CALIBRATION), state.job.result("calibration")["digest"])
+    ids = calibration_ids(state.job)
     shape = (*ids.shape, stream.config.hidden_size)
     names = ("hidden", "reference") if state.recipe.quantization.asymmetric else ("hidden",)
     budget = state.recipe.run.activation_budget_bytes // len(names)
@@ -315,13 +296,10 @@ def quantize_block(
                 ranges=settings.activations == "4bit",
                 channels=smoothed,
                 reference=exact,
+                weights=sensitivity.weights(state, index),
             )
         deque(exact or (), 0)  # what `collect` has not asked for: all of it in a block without groups
         scaled = transform_stage.smooth(state, layer, index, groups, statistics) if smoothed else []
-        if state.recipe.distillation is not None:
-            names = [f"{name}.weight" for group in groups for name in group.names]
-            weights = {prefix + name: layer.get_parameter(name).data for name in names}
-            writer.save_atomic(stage.rounded_file(state, index), weights)
         finished = blocks.quantize(layer, prefix, groups, statistics, state.fmt, settings, advance)
         tensors = {
             f"{entry.name}.{suffix}": tensor for entry in finished for suffix, tensor in entry.result.tensors.items()

@@ -178,19 +178,10 @@ def _quantization(state: Run) -> dict:
         "method": settings.method,
         "settings": settings.model_dump(mode="json", exclude={"format", "activations", "method"}),
         "calibration": _calibration(calibration) if calibration else None,
-        "layers": [_trained(row, distilled) for row in rows],
+        "layers": rows,
         "distillation": _distillation(distilled) if distilled else None,
         "ignored": ignored(state),
     }
-
-
-def _trained(row: dict, distilled: dict | None) -> dict:
-    """A linear's row after distillation, which leaves no Hessian to tell its output error by."""
-    if distilled is None or not distilled["kept"]:
-        return row
-    found = distilled["layers"][row["name"]]
-    stats = {**row["stats"], "changed_codes": found["changed_codes"]}
-    return {**row, "error": None, "sqnr_db": found["sqnr_db"], "stats": stats}
 
 
 def _distillation(record: dict) -> dict:

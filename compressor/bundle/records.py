@@ -118,7 +118,7 @@ class Layer(Record):
     format: str
     error: NonNegativeFloat | None = None
     """Relative squared output error tr(E H Eᵀ)/tr(W H Wᵀ) over the calibration inputs; without calibration, of the
-    weight itself (H = 1); null after distillation."""
+    weight itself (H = 1). Before distillation, as `sqnr_db`."""
     sqnr_db: float | None = None
     """Signal to quantization noise of the weights in decibels; null for an exact copy, where it is infinite."""
     packed_bytes: PositiveInt

@@ -1,1 +1,1 @@
-"""Training the codes, scales, norms and biases of a quantized model so that its logits are the original's again."""
+"""Training the scales, norms and biases of a quantized model so that its logits are the original's again."""

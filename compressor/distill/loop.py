@@ -12,9 +12,8 @@ from torch import Tensor
 
 from compressor.checkpoint import writer
 from compressor.distill.loss import Logits, kl, kl_gradient
-from compressor.distill.student import Block
+from compressor.distill.student import Block, Rates
 from compressor.errors import CompressError
-from compressor.quantize.learned import Rates
 from compressor.ui import UI
 
 WARMUP = 10

@@ -7,19 +7,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from compressor.checkpoint import writer
 from compressor.checkpoint.digest import sha256_file
 from compressor.checkpoint.weights import Weights
 from compressor.distill.loop import Distiller, Schedule
-from compressor.distill.student import Block
+from compressor.distill.student import Block, Rates
 from compressor.errors import CompressError
+from compressor.job_tensors import CHANGED, calibration_ids, read
 from compressor.models.skeleton import emulate_activations
 from compressor.models.stream import BlockStream
-from compressor.quantize.learned import Learned, Rates
-from compressor.quantize.metrics import sqnr_db
+from compressor.quantize.learned import LearnedScales
 from compressor.ui import UI
 
 if TYPE_CHECKING:
@@ -29,20 +28,19 @@ CHECKPOINT = "distill.safetensors"
 STAGE = "distill"
 
 
-def rounded_file(state: Run, index: int) -> Path:
-    """Where block `index` keeps the weights that were rounded, for training to start from."""
-    return state.job.path(f"rounded-{index:05d}.safetensors")
-
-
 def trained_file(state: Run, index: int) -> Path:
     """Where the trained tensors of block `index` are."""
     return state.job.path(f"trained-{index:05d}.safetensors")
 
 
-def distill(state: Run, ids: Tensor) -> None:
-    """Train what the blocks' files hold on the calibration rows `ids`, and keep it where rows set aside say so."""
+def distill(state: Run) -> None:
+    """Train what the blocks' files hold on the calibration rows, where the recipe says so, and keep the result where
+    rows set aside do."""
     settings, size = state.recipe.distillation, state.recipe.calibration.batch_size
-    assert settings is not None
+    if settings is None or state.job.stage(STAGE):
+        return
+    state.ui.stage("distill")
+    ids = calibration_ids(state.job)
     started = time.monotonic()
     original = BlockStream(Weights(state.source.folder), state.config, state.dtype)
     student = BlockStream(state.weights, state.weights.config, state.dtype)
@@ -54,7 +52,7 @@ def distill(state: Run, ids: Tensor) -> None:
         steps=settings.steps,
         rows=min(settings.rows, len(training)),
         batch_size=min(size, settings.rows),
-        rates=Rates(settings.rounding_rate, settings.scale_rate, settings.other_rate),
+        rates=Rates(settings.scale_rate, settings.other_rate),
         seed=state.recipe.run.seed,
         save_every=settings.save_every,
     )
@@ -64,9 +62,8 @@ def distill(state: Run, ids: Tensor) -> None:
         history = distiller.run(training, state.job.path(CHECKPOINT), state.ui)
         after = distiller.loss(held_out)
     record = {"before": before, "after": after, "kept": after < before, "losses": history}
-    rows = [_save(state, index, block) for index, block in enumerate(blocks)] if after < before else []
-    record["layers"] = {name: row for part in rows for name, row in part.items()}
-    record["sha256"] = [sha256_file(trained_file(state, index)) for index in range(len(rows))]
+    if record["kept"]:
+        record["sha256"] = [_save(state, index, block) for index, block in enumerate(blocks)]
     record["seconds"] = round(time.monotonic() - started, 1)
     state.job.finish(STAGE, record)
     state.job.path(CHECKPOINT).unlink(missing_ok=True)
@@ -88,9 +85,7 @@ def parts(state: Run) -> list[Path]:
     files = [trained_file(state, index) for index in range(total)]
     for file, digest in zip(files, record["sha256"], strict=True):
         if not file.exists() or sha256_file(file) != digest:
-            raise CompressError(
-                f"{file}: missing or changed since it was written; remove the work folder and start again"
-            )
+            raise CompressError(f"{file}: {CHANGED}")
     return files
 
 
@@ -112,14 +107,12 @@ def last_states(stream: BlockStream, ids: Tensor, batch_size: int, ui: UI) -> Te
 def _open(state: Run, stream: BlockStream, index: int) -> Block:
     prefix, groups = state.family.block(index), state.block_groups[index]
     layer = stream.layers[index]
-    stored, rounded = _read(state.job.block_file(index)), _read(rounded_file(state, index))
+    stored = read(state.job.block_file(index))
     learned, used = {}, set()
     for name in (name for group in groups for name in group.names):
         keys = [key for key in stored if key.startswith(f"{prefix}{name}.") and not key.endswith(".bias")]
         tensors = {key.removeprefix(f"{prefix}{name}."): stored[key] for key in keys}
-        learned[name] = Learned(
-            state.fmt, tensors, rounded[f"{prefix}{name}.weight"], state.recipe.quantization.scale_search
-        )
+        learned[name] = LearnedScales(state.fmt, tensors, search=state.recipe.quantization.scale_search)
         used.update(keys)
         if state.recipe.quantization.activations == "4bit":
             emulate_activations(layer.get_submodule(name), state.fmt, tensors.get("input_global_scale"))
@@ -127,24 +120,8 @@ def _open(state: Run, stream: BlockStream, index: int) -> Block:
     return Block(layer, stream.recorders[index].arguments, learned, others, state.dtype)
 
 
-def _read(path: Path) -> dict[str, Tensor]:
-    try:
-        with safe_open(path, "pt") as file:
-            return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - no mapping
-    except (SafetensorError, OSError):
-        raise CompressError(f"{path}: missing or damaged; remove the work folder and start again") from None
-
-
-def _save(state: Run, index: int, block: Block) -> dict[str, dict]:
-    """Write a trained block; what its linears' rows in the passport become."""
-    prefix = state.family.block(index)
-    writer.save_atomic(trained_file(state, index), {prefix + name: t for name, t in block.tensors().items()})
-    rounded, first = _read(rounded_file(state, index)), _read(state.job.block_file(index))
-    rows = {}
-    for name, linear in block.learned.items():
-        tensors = linear.tensors()
-        before = {key: first[f"{prefix}{name}.{key}"] for key in tensors}
-        changed = (state.fmt.unpack(tensors)[0] != state.fmt.unpack(before)[0]).float().mean().item()
-        noise = sqnr_db(rounded[f"{prefix}{name}.weight"], state.fmt.decode(tensors))
-        rows[prefix + name] = {"sqnr_db": noise, "changed_codes": round(changed, 5)}
-    return rows
+def _save(state: Run, index: int, block: Block) -> str:
+    """Write a trained block; the sha256 of its file."""
+    path, prefix = trained_file(state, index), state.family.block(index)
+    writer.save_atomic(path, {prefix + name: tensor for name, tensor in block.tensors().items()})
+    return sha256_file(path)

@@ -1,4 +1,4 @@
-"""The quantized model while it is trained: every block's weights as `Learned` linears, one block's gradients at a time.
+"""The quantized model while it is trained: every block's scales, norms and biases, one block's gradients at a time.
 
 A step runs all rows through the blocks and keeps what enters each; the way back computes a block again with gradients,
 moves its parameters at once and hands the gradient of its input on. So no more than one block's activations and
@@ -6,13 +6,25 @@ gradients are alive: the price is one more forward.
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
-from compressor.quantize.learned import Adam, Learned, Rates
+from compressor.quantize.learned import Adam, LearnedScales
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What one step of the optimizer moves: a scale by about the share `scale` of itself, a norm or bias by `other`."""
+
+    scale: float
+    other: float
+
+    def times(self, factor: float) -> "Rates":
+        return Rates(self.scale * factor, self.other * factor)
 
 
 class Block:
@@ -30,7 +42,7 @@ class Block:
         self,
         layer: nn.Module,
         arguments: dict,
-        learned: dict[str, Learned],
+        learned: dict[str, LearnedScales],
         others: Mapping[str, Tensor],
         dtype: torch.dtype,
     ) -> None:
@@ -71,7 +83,7 @@ class Block:
 
     def _update(self, gradients: dict[str, Tensor], rates: Rates) -> None:
         for name, linear in self.learned.items():
-            linear.update(gradients.pop(f"{name}.weight"), rates)
+            linear.update(gradients.pop(f"{name}.weight"), rates.scale)
             self.weights[name] = linear.weight(self.dtype)
         for name, gradient in gradients.items():
             self.moments[name].step(self.others[name], gradient.float(), rates.other)
@@ -87,8 +99,7 @@ class Block:
         """Everything that training changes, by name: the block's own tensors."""
         for name, moments in self._moments():
             yield from ((f"{name}.first", moments.first), (f"{name}.second", moments.second))
-        for name, linear in self.learned.items():
-            yield from ((f"{name}.z", linear.z), (f"{name}.gain", linear.gain))
+        yield from ((f"{name}.gain", linear.gain) for name, linear in self.learned.items())
         yield from self.others.items()
 
     def resume(self, steps: int) -> None:
@@ -98,6 +109,5 @@ class Block:
         self.weights = {name: linear.weight(self.dtype) for name, linear in self.learned.items()}
 
     def _moments(self) -> Iterator[tuple[str, Adam]]:
-        for name, linear in self.learned.items():
-            yield from ((f"{name}.{kind}", moments) for kind, moments in linear.moments.items())
+        yield from ((f"{name}.gain", linear.moments) for name, linear in self.learned.items())
         yield from self.moments.items()
