@@ -8,21 +8,29 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
-from fnmatch import fnmatchcase
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, ValidationError, field_validator, model_validator
-from pydantic_core import PydanticCustomError
 
 from compressor import recipe_text
 from compressor.errors import UsageError
 from compressor.recipe_base import Section, refuse
+from compressor.recipe_quantization import (
+    UNQUANTIZED,
+    Activations,
+    Glob,
+    Override,
+    check_activations,
+    check_together,
+    format_names,
+    known_format,
+    matches,
+)
 from compressor.recipe_training import STATE_LOSS, Heal, Precision, Training, allowed_loss
 
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-Glob = Annotated[str, Field(min_length=1)]
 Probability = Annotated[float, Field(gt=0, le=1)]
 
 
@@ -50,28 +58,24 @@ class Source(Section):
         return self
 
 
-def matches(pattern: str, module: str) -> bool:
-    """Whether a glob of `quantization.ignore` names a module, by its full name."""
-    return fnmatchcase(module, pattern)
-
-
 class Quantization(Section):
     """How the linear layers inside the decoder blocks are stored. Embeddings and lm_head always keep their dtype."""
 
     format: str = Field(
         default="int4-g64",
         description="Number format of the weights.",
-        json_schema_extra=lambda schema: schema.update(enum=[*_format_names()]),
+        json_schema_extra=lambda schema: schema.update(enum=[*format_names()]),
     )
-    activations: Literal["16bit", "4bit"] = Field(
+    activations: Activations = Field(
         default="16bit",
-        description="4bit also rounds each linear's input (W4A4); only for formats engines run that way.",
+        description="4bit (W4A4) and 8bit (W8A8) also round each linear's input; only for formats engines run so.",
     )
     method: Literal["gptq", "rtn"] = Field(default="gptq", description="gptq (calibrated) or rtn (round to nearest).")
     scale_search: Literal["mse", "none"] = Field(
         default="mse",
         description="mse searches each group's scale for the least weighted squared error, among those whose weights "
-        "are exact in bfloat16 (asymmetric int4, and int4 of a source in another dtype: any); none = standard rule.",
+        "are exact in bfloat16 (asymmetric int4, int8, and int4 and fp8 of a source in another dtype: any); none = "
+        "standard rule.",
     )
     damping: float = Field(
         default=0.01, gt=0, le=1, description="GPTQ: share of the Hessian's mean diagonal added to it."
@@ -83,23 +87,25 @@ class Quantization(Section):
     ignore: list[Glob] = Field(
         default_factory=list, description="Glob patterns of full module names that stay unquantized."
     )
+    overrides: list[Override] = Field(
+        default_factory=list,
+        description="Linears in another format; the last entry that names one counts, and ignore before them all.",
+    )
 
     @field_validator("format")
     @classmethod
     def _format_exists(cls, name: str) -> str:
-        names = _format_names()
-        if name not in names:
-            raise PydanticCustomError("not_one_of", "", {"allowed": names})
-        return name
+        return known_format(name)
 
     @model_validator(mode="after")
-    def _activations_fit_the_format(self) -> Self:
-        from compressor import formats
-
-        if self.activations == "4bit" and formats.get(self.format).activations_config() is None:
-            able = [name for name in formats.names() if formats.get(name).activations_config() is not None]
-            reason = f"format {self.format} has no 4-bit activations; use 16bit, or format {' or '.join(able)}"
-            raise refuse("activations", self.activations, reason)
+    def _activations_fit_the_formats(self) -> Self:
+        check_activations("activations", self.format, self.activations)
+        for index, entry in enumerate(self.overrides):
+            if entry.format != UNQUANTIZED:
+                check_activations(
+                    f"overrides[{index}].activations", entry.format, entry.activations or self.activations
+                )
+        check_together([self.format, *(entry.format for entry in self.overrides if entry.format != UNQUANTIZED)])
         return self
 
     @property
@@ -110,11 +116,21 @@ class Quantization(Section):
     @property
     def needs_data(self) -> bool:
         """Whether there is a calibration at all; 4-bit activations need the largest input of every linear."""
-        return self.needs_hessians or self.activations == "4bit"
+        inputs = [self.activations, *(entry.activations for entry in self.overrides)]
+        return self.needs_hessians or "4bit" in inputs
 
     def ignores(self, module: str) -> bool:
         """Whether a linear (full name, ``model.layers.0.mlp.down_proj``) matches one of the `ignore` patterns."""
         return any(matches(pattern, module) for pattern in self.ignore)
+
+    def choice(self, module: str) -> tuple[str, str] | None:
+        """(format, activations) of a linear by its full name; None where it stays unquantized."""
+        if self.ignores(module):
+            return None
+        for entry in reversed(self.overrides):
+            if entry.names(module):
+                return None if entry.format == UNQUANTIZED else (entry.format, entry.activations or self.activations)
+        return self.format, self.activations
 
 
 class Calibration(Section):
@@ -362,12 +378,6 @@ FILE_KEYS = (
 PATH_KEYS = ("source.uri", *FILE_KEYS, "proposer.path")
 """Keys whose value may be a path. `source.uri` is one when it begins with ``.``, ``/`` or ``~``, is a .gguf file, or
 names an existing folder; otherwise it is a hub id or a pypi: URI and stays as written."""
-
-
-def _format_names() -> list[str]:
-    from compressor import formats  # brings in torch: only when a recipe is checked
-
-    return formats.names()
 
 
 def _max_nodes() -> int:

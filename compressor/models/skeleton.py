@@ -70,7 +70,7 @@ def release(module: nn.Module) -> None:
 
 
 def emulate_activations(linear: nn.Module, fmt: Format, input_global_scale: torch.Tensor | None) -> RemovableHandle:
-    """Round the inputs of `linear` as a W4A4 engine would, until the returned handle is removed."""
+    """Round the inputs of `linear` as a W4A4 or W8A8 engine would, until the returned handle is removed."""
     return linear.register_forward_pre_hook(
         lambda module, args: (fmt.fake_quantize_activation(args[0], input_global_scale),)
     )

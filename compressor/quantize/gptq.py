@@ -113,7 +113,7 @@ def solve(
     w[factor.dead[order]] = 0
     steps = step.T.contiguous()
     zeros = None if zero is None else zero.T.contiguous()
-    group_of = (order // fmt.group_size).tolist()
+    group_of = (order // (len(order) // step.shape[1])).tolist()
     scaled = u / u.diagonal()[:, None]
     result, errors = torch.empty_like(w), torch.empty_like(w)
 
@@ -155,7 +155,7 @@ def _one_thread() -> Iterator[None]:
 def pack_values(values: Tensor, fmt: Format, grid: Grid) -> dict[str, Tensor]:
     """Values that lie on `grid` [out, in] → tensors on disk by suffix."""
     zero = None if grid.zero is None else grid.zero[..., None]
-    groups = values.unflatten(1, (-1, fmt.group_size))
+    groups = values.unflatten(1, (grid.step.shape[1], -1))
     return fmt.pack(fmt.round(groups, grid.step[..., None], zero).flatten(1), grid)
 
 
