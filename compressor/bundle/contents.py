@@ -19,6 +19,7 @@ from compressor.checkpoint.config import CONFIG, read_json_object
 from compressor.checkpoint.inventory import Inventory
 from compressor.checkpoint.reader import INDEX_NAME, ShardReader, check_finite
 from compressor.errors import CompressError
+from compressor.formats import Scheme
 from compressor.formats.config import Schemes, find_target, schemes_from_config
 from compressor.models import skeleton
 
@@ -134,11 +135,15 @@ def _schemes(config: dict[str, Any]) -> tuple[Schemes | None, list[str]]:
         return None, [f"{CONFIG}: {error}"]
 
 
+def _general(schemes: Schemes) -> Scheme:
+    """Of all linears without a target of their own, or of the first group where there is none."""
+    return find_target("", schemes.targets) or next(iter(schemes.targets.values()))
+
+
 def _quantization(schemes: Schemes, passport: Passport) -> list[str]:
-    """`quantization` against config.json: its own keys against the group of all linears without another target, or the
-    first group where there is none."""
+    """`quantization` against config.json."""
     quantization, ignore = passport.quantization, schemes.ignore
-    scheme = find_target("", schemes.targets) or next(iter(schemes.targets.values()))
+    scheme = _general(schemes)
     problems = _unequal("quantization.compression_format", quantization.compression_format, schemes.format, CONFIG)
     for key in ("bits", "group_size"):
         problems += _unequal(f"quantization.{key}", getattr(quantization, key), getattr(scheme.fmt, key), CONFIG)
@@ -172,23 +177,25 @@ def _layers(reader: ShardReader, passport: Passport, schemes: Schemes | None) ->
             continue
         activations = entry.activations or passport.quantization.activations
         if schemes is not None:
-            problems += _scheme(schemes, entry.name, entry.format, activations)
+            problems += _scheme(schemes, entry.name, (entry.format, activations), passport)
         problems += _layer(reader, entry, stored.get(entry.name, []), activations != formats.UNROUNDED, dtype)
     unlisted = sorted(stored.keys() - seen)
     return problems + [f"{name}: quantized, but not in quantization.layers" for name in unlisted]
 
 
-def _scheme(schemes: Schemes, name: str, fmt: str, activations: str) -> list[str]:
-    """What the passport says of a layer against config.json."""
+def _scheme(schemes: Schemes, name: str, said: tuple[str, str], passport: Passport) -> list[str]:
+    """(format, activations) of a layer in the passport against config.json."""
     try:
         scheme = schemes.of(name)
     except CompressError as error:
         return [f"{CONFIG}: {error}"]
     if scheme is None:
         return [f"{name}: quantized, but no target of {CONFIG}'s config_groups names it"]
-    found = f"{scheme.fmt.name} and {scheme.activations} inputs"
-    same = (fmt, activations) == (scheme.fmt.name, scheme.activations)
-    return [] if same else [f"{name}: format {fmt} and {activations} inputs, but {CONFIG} says {found}"]
+    if said == (passport.quantization.format, passport.quantization.activations) and scheme == _general(schemes):
+        return []  # `_quantization` has compared them
+    found = (scheme.fmt.name, scheme.activations)
+    says = "format {} and {} inputs".format
+    return [] if said == found else [f"{name}: {says(*said)}, but {CONFIG} says {says(*found)}"]
 
 
 def _layer(reader: ShardReader, layer: Layer, suffixes: list[str], activations: bool, dtype: torch.dtype) -> list[str]:

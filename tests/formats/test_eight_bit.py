@@ -67,7 +67,9 @@ def test_no_weight_is_further_off_than_half_a_step(fmt):
     original = weight().float()
     stored = fmt.encode(weight())
     step = fmt.unpack(stored)[1].step.repeat_interleave(original.shape[1] // fmt.unpack(stored)[1].step.shape[1], 1)
-    if fmt.type == "float":  # 3 bits behind the point: half a step is a sixteenth of the number, or of the smallest normal
+    if (
+        fmt.type == "float"
+    ):  # 3 bits behind the point: half a step is a sixteenth of the number, or of the smallest normal
         step = torch.maximum(original.abs() / 8, step * 2.0**-9)
     # the scale, rounded to bfloat16, may cut the largest weight by half its own step, and INT8 has no level for 127.5
     cut = original.abs().amax(1, keepdim=True) * 2.0**-7

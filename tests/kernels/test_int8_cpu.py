@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from compressor.errors import CompressError
 from compressor import formats
+from compressor.errors import CompressError
 from compressor.kernels import int8_cpu, quantized
 
 CPU = torch.device("cpu")
