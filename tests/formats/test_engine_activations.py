@@ -36,7 +36,7 @@ def test_rounded_activations_equal_those_of_compressed_tensors(name, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["int8", "fp8", "fp8-block128"])
 def test_inputs_in_8_bits_equal_those_of_compressed_tensors(name, dtype):
-    fmt, x = formats.get(name), torch.cat([activations()] * 4, 1).to(dtype).view(4, 16, -1)
+    fmt, x = formats.get(name), torch.cat([activations() * 3**i for i in range(4)], 1).to(dtype).view(4, 16, -1)
     expected = theirs(fmt, x, None)
     assert torch.equal(fmt.fake_quantize_activation(x), expected)
     assert torch.equal(fmt.fake_quantize_activation(x.view(64, -1)), expected.view(64, -1))  # rows are rows

@@ -169,7 +169,7 @@ def test_several_formats_are_read_back_by_layer_and_match_as_compressed_tensors_
     for name in ("0.mlp.down_proj", "1.mlp.down_proj", "2.mlp.down_proj", "0.self_attn.o_proj", "0.mlp.up_proj"):
         scheme = schemes.of(f"model.layers.{name}")
         group = targets[match_targets(f"model.layers.{name}", linear, targets)[0]]
-        assert scheme.fmt.compression_format == group.format.value
+        assert scheme.fmt.compression_format == group.format
         assert scheme.rounds_inputs == (group.input_activations is not None)
         assert scheme.fmt.group_size == group.weights.group_size
         found.add(scheme.fmt.name)
