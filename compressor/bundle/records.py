@@ -315,7 +315,7 @@ class Kernel(Record):
 
     layer_pattern: str
     kernel: str
-    path: Literal["native-fp4", "bf16-mma", "cpu-int4", "dequantized"]
+    path: Literal["native-fp4", "bf16-mma", "cpu-int4", "cpu-int8", "dequantized"]
     proof: str
 
 
