@@ -381,7 +381,7 @@ REFUSED = {
     "quantization: {overrides: [{targets: [a], format: int5}]}": "overrides[0].format: 'int5' is not allowed; must be",
     "quantization: {overrides: [{targets: [a]}]}": "quantization.overrides[0].format: missing (Number format",
     "quantization: {overrides: [{targets: [], format: int8}]}": "quantization.overrides[0].targets: [] is not allowed",
-    "quantization: {overrides: [{targets: [a], fromat: x}]}": "overrides[0].fromat: unknown key; did you mean 'format'",
+    "quantization: {overrides: [{targets: [a], format: fp8, fromat: x}]}": "[0].fromat: unknown key; did you mean",
     "quantization: {format: fp8, activations: 8bit, overrides: [{targets: [a], format: int4-g32}]}": (
         "quantization.overrides[0].activations: '8bit' is not allowed: format int4-g32 has no 8-bit activations"
     ),

@@ -165,7 +165,11 @@ def _layers(reader: ShardReader, passport: Passport, schemes: Schemes | None) ->
         dtype = passport.target.torch_dtype()
     except CompressError as error:
         return [str(error)]
-    stored = formats.quantized_layers(reader.keys())
+    stored: dict[str, list[str]] = {}
+    names = reader.keys()
+    for name in names:
+        layer, _, suffix = name.rpartition(".")
+        stored.setdefault(layer, []).append(suffix)
     problems: list[str] = []
     seen: set[str] = set()
     for entry in passport.quantization.layers:
@@ -179,7 +183,7 @@ def _layers(reader: ShardReader, passport: Passport, schemes: Schemes | None) ->
         if schemes is not None:
             problems += _scheme(schemes, entry.name, (entry.format, activations), passport)
         problems += _layer(reader, entry, stored.get(entry.name, []), activations != formats.UNROUNDED, dtype)
-    unlisted = sorted(stored.keys() - seen)
+    unlisted = sorted(formats.quantized_layers(names).keys() - seen)
     return problems + [f"{name}: quantized, but not in quantization.layers" for name in unlisted]
 
 
@@ -200,7 +204,7 @@ def _scheme(schemes: Schemes, name: str, said: tuple[str, str], passport: Passpo
 
 def _layer(reader: ShardReader, layer: Layer, suffixes: list[str], activations: bool, dtype: torch.dtype) -> list[str]:
     fmt = formats.get(layer.format)
-    stored = {suffix: f"{layer.name}.{suffix}" for suffix in suffixes}
+    stored = {suffix: f"{layer.name}.{suffix}" for suffix in suffixes if suffix != "bias"}
     expected = layout(fmt, (layer.shape[0], layer.shape[1]), dtype, activations)
     problems = []
     if fmt.group_size is not None and layer.shape[1] % fmt.group_size:
