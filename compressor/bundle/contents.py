@@ -65,10 +65,10 @@ def layout(fmt: formats.Format, shape: tuple[int, int], dtype: torch.dtype, acti
         activations: whether its inputs are rounded too.
     """
     rows, columns = shape
-    groups = columns // fmt.group_size if fmt.group_size else 1
+    groups = 1 if fmt.group_size is None else columns // fmt.group_size
     fmt = fmt.for_inputs(activations)
     if fmt.compression_format in ("int-quantized", "float-quantized"):
-        scales = (_ceil(rows, fmt.group_size) if fmt.weights_config()["strategy"] == "block" else rows, groups)
+        scales = (_ceil(rows, fmt.weights_config().get("block_structure", [1])[0]), groups)
         codes = torch.int8 if fmt.compression_format == "int-quantized" else torch.float8_e4m3fn
         return {"weight": (codes, (rows, columns)), "weight_scale": (dtype, scales)}
     if fmt.compression_format == "pack-quantized":
