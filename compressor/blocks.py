@@ -3,16 +3,18 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
+from compressor import formats
 from compressor.errors import CompressError, UsageError
-from compressor.formats import Format
+from compressor.formats import Scheme
 from compressor.models import LinearGroup
 from compressor.models.skeleton import emulate_activations
 from compressor.quantize import LayerResult, quantize_shared
+from compressor.recipe import Quantization
 
 _PANEL = 256
 """Rows of a Hessian computed together: as it is symmetric, each panel begins at its own diagonal."""
@@ -105,17 +107,17 @@ class InputStatistics:
 
 def collect(
     layer: nn.Module,
-    groups: Sequence[LinearGroup],
+    groups: Sequence["SelectedGroup"],
     batches: Iterable[torch.Tensor],
     forward: Callable[[torch.Tensor], object],
     *,
     hessians: bool,
-    ranges: bool,
     channels: bool = False,
     reference: Iterator[object] | None = None,
-    weights: Mapping[LinearGroup, torch.Tensor] | None = None,
-) -> dict[LinearGroup, InputStatistics]:
-    """Run the calibration rows through `layer` and gather the statistics of every group's input.
+    weights: Mapping["SelectedGroup", torch.Tensor] | None = None,
+) -> dict["SelectedGroup", InputStatistics]:
+    """Run the calibration rows through `layer` and gather the statistics of every group's input: of one that is rounded
+    to 4 bits, also its largest magnitude.
 
     Args:
         layer: the block, full precision.
@@ -123,7 +125,6 @@ def collect(
         batches: hidden states [rows, length, hidden] that enter the block.
         forward: runs one batch through the layer; it is cut short at the last group's input.
         hessians: accumulate XᵀX, which GPTQ and the scale search weigh errors by.
-        ranges: note the largest magnitude, which 4-bit activations need.
         channels: note each input's mean and largest magnitude, which channel scales need.
         reference: runs the same rows as the full-precision model has them through `layer`, a batch whenever it is asked
             for its next item; the cross terms of asymmetric calibration are then gathered too.
@@ -131,16 +132,16 @@ def collect(
 
     Raises CompressError for an input that is not finite, naming the linear.
     """
-    statistics: dict[LinearGroup, InputStatistics] = {}
+    statistics: dict[SelectedGroup, InputStatistics] = {}
     hooks = []
-    exact: dict[LinearGroup, torch.Tensor] = {}
+    exact: dict[SelectedGroup, torch.Tensor] = {}
     of_reference, row = False, 0
     for group in groups:
         linear = _linear(layer, group.names[0])
         size = linear.in_features
         entry = InputStatistics(
             torch.zeros(size, size) if hessians else None,
-            0.0 if ranges else None,
+            0.0 if group.needs_range else None,
             torch.zeros(size, size) if reference is not None else None,
         )
         if channels:
@@ -191,47 +192,71 @@ class QuantizedLayer:
 
     name: str
     shape: tuple[int, int]  # [out, in]
+    scheme: Scheme
     result: LayerResult
 
 
-def selected(groups: Sequence[LinearGroup], prefix: str, ignored: Callable[[str], bool]) -> tuple[LinearGroup, ...]:
-    """The groups of a block that are quantized.
+@dataclass(frozen=True)
+class SelectedGroup(LinearGroup):
+    """Linears of a group that are quantized alike."""
 
-    Raises UsageError where only some parts of an engine-fused matrix are ignored: engines could not load the rest.
+    scheme: Scheme = field(kw_only=True)
+
+    @property
+    def needs_range(self) -> bool:
+        """Whether the largest magnitude of the inputs is stored: of 4-bit ones, which formats of 4 bits have."""
+        return self.scheme.rounds_inputs and self.scheme.fmt.bits == 4
+
+
+def selected(groups: Sequence[LinearGroup], prefix: str, settings: Quantization) -> tuple[SelectedGroup, ...]:
+    """The groups of a block that are quantized, each with its scheme.
+
+    Raises UsageError where the parts of an engine-fused matrix are not all stored alike: engines could not load them.
     """
     chosen = []
     for group in groups:
-        left_out = [name for name in group.names if ignored(prefix + name)]
-        if left_out and group.fused_as and len(left_out) < len(group.names):
-            raise UsageError(
-                f"quantization.ignore: {prefix}{left_out[0]} is one part of the fused {group.fused_as}; "
-                f"ignore all of {', '.join(group.names)} or none"
-            )
-        names = tuple(name for name in group.names if name not in left_out)
-        if names:
-            chosen.append(replace(group, names=names))
+        choices = {name: settings.choice(prefix + name) for name in group.names}
+        if group.fused_as and len(set(choices.values())) > 1:
+            raise _split(group, prefix, settings, choices)
+        for choice in dict.fromkeys(choices.values()):
+            if choice is not None:
+                names = tuple(name for name in group.names if choices[name] == choice)
+                chosen.append(SelectedGroup(**vars(group) | {"names": names}, scheme=formats.scheme(*choice)))
     return tuple(chosen)
+
+
+def _split(group: LinearGroup, prefix: str, settings: Quantization, choices: dict) -> UsageError:
+    """What to say of fused parts that are not stored alike."""
+    ignored = [name for name in group.names if settings.ignores(prefix + name)]
+    if ignored and len(ignored) < len(group.names):
+        return UsageError(
+            f"quantization.ignore: {prefix}{ignored[0]} is one part of the fused {group.fused_as}; "
+            f"ignore all of {', '.join(group.names)} or none"
+        )
+    stored = [f"{name} {' with '.join(choice) if choice else 'none'}" for name, choice in choices.items()]
+    return UsageError(
+        f"quantization.overrides: {prefix}{group.fused_as} is one matrix to engines, and its parts differ "
+        f"({', '.join(stored)}); give them all one format and one kind of activations"
+    )
 
 
 def quantize(
     layer: nn.Module,
     prefix: str,
-    groups: Sequence[LinearGroup],
-    statistics: dict[LinearGroup, InputStatistics],
-    fmt: Format,
-    settings,
+    groups: Sequence[SelectedGroup],
+    statistics: dict[SelectedGroup, InputStatistics],
+    settings: Quantization,
     advance: Callable[[], None],
 ) -> list[QuantizedLayer]:
     """Quantize the linears of `groups` in place: their weights become what a decoder reads from the packed tensors.
 
     Args:
         statistics: from `collect`; empty where the method needs no data.
-        settings: recipe.Quantization.
         advance: called after each group, for the progress bar.
     """
     finished = []
     for group in groups:
-        linears = [_linear(layer, name) for name in group.names]
+        linears, fmt = [_linear(layer, name) for name in group.names], group.scheme.fmt
         seen = statistics.get(group)
         results = quantize_shared(
             [linear.weight for linear in linears],
@@ -249,13 +274,15 @@ def quantize(
         )
         for name, linear, result in zip(group.names, linears, results, strict=True):
             linear.weight = nn.Parameter(fmt.decode(result.tensors).to(linear.weight.dtype), requires_grad=False)
-            if settings.activations == "4bit":
-                assert seen is not None and seen.amax is not None
-                input_scale = fmt.input_global_scale(seen.amax)
+            if group.scheme.rounds_inputs:
+                input_scale = None
+                if group.needs_range:
+                    assert seen is not None and seen.amax is not None
+                    input_scale = fmt.input_global_scale(seen.amax)
                 if input_scale is not None:
                     result.tensors["input_global_scale"] = input_scale
                 emulate_activations(linear, fmt, input_scale)
             shape = (linear.out_features, linear.in_features)
-            finished.append(QuantizedLayer(prefix + name, shape, result))
+            finished.append(QuantizedLayer(prefix + name, shape, group.scheme, result))
         advance()
     return finished

@@ -1,13 +1,18 @@
 """What a path holds: tensors, bytes, MTP modules and number format, from headers alone."""
 
+from __future__ import annotations
+
 import re
 import struct
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from compressor.checkpoint.config import CONFIG
 from compressor.errors import CompressError, UsageError
+
+if TYPE_CHECKING:
+    from compressor.checkpoint.inventory import Inventory
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
@@ -62,7 +67,7 @@ def _folder(path: Path) -> dict[str, Any]:
         "parameters": inventory.parameters,
         "bytes": inventory.total_bytes,
         "bytes_by_dtype": inventory.bytes_by_dtype(),
-        "format": _format(config.get("quantization_config")),
+        "format": _format(inventory),
         "mtp_modules": inventory.mtp_modules,
         "tied": inventory.tied,
         "tensors": [
@@ -77,23 +82,35 @@ def _folder(path: Path) -> dict[str, Any]:
     }
 
 
-def _format(quantization: dict | None) -> dict[str, Any] | None:
-    """Number format of a quantized checkpoint; `name` is None where this version could not read the weights."""
+def _format(inventory: Inventory) -> dict[str, Any] | None:
+    """Number formats of a quantized checkpoint; `name` is None where this version could not read the weights."""
+    quantization = inventory.config.get("quantization_config")
     if quantization is None:
         return None
-    from compressor.formats.config import format_from_config
+    from compressor.bundle import ledger
+    from compressor.formats import CODES, quantized_layers
+    from compressor.formats.config import schemes_from_config
 
     method = quantization.get("quant_method")
     try:
-        fmt, activations, ignore = format_from_config(quantization)
+        schemes = schemes_from_config(quantization)
+        layers = quantized_layers(inventory.tensors)
+        found = {layer: scheme for layer in layers if (scheme := schemes.of(layer)) is not None}
     except CompressError as error:
         return {"name": None, "quant_method": method, "unreadable": str(error)}
+    all_of_them = [*schemes.targets.values()]
+    weights = [
+        (scheme.fmt.name, [inventory.tensors[f"{layer}.{suffix}"].nbytes * 8 // scheme.fmt.bits])
+        for layer, scheme in found.items()
+        for suffix in layers[layer]
+        if suffix in CODES
+    ]
     return {
-        "name": fmt.name,
+        "name": " + ".join(dict.fromkeys(scheme.fmt.name for scheme in all_of_them)),
         "quant_method": method,
-        "bits_per_weight": fmt.bits_per_weight,
-        "activations": "4bit" if activations else "16bit",
-        "ignore": ignore,
+        "bits_per_weight": ledger.bits_per_weight(weights) if weights else all_of_them[0].fmt.bits_per_weight,
+        "activations": " + ".join(dict.fromkeys(scheme.activations for scheme in all_of_them)),
+        "ignore": schemes.ignore,
     }
 
 

@@ -49,7 +49,6 @@ class Run:
     recipe: Recipe
     ui: UI
     source: source.ResolvedSource
-    fmt: formats.Format
     job: Job = field(init=False)
 
     @cached_property
@@ -92,12 +91,15 @@ class Run:
         self.__dict__.pop("target", None)
 
     @cached_property
-    def block_groups(self) -> list[tuple[models.LinearGroup, ...]]:
+    def scheme(self) -> formats.Scheme:
+        """Of the linears that no override names."""
+        return formats.scheme(self.recipe.quantization.format, self.recipe.quantization.activations)
+
+    @cached_property
+    def block_groups(self) -> list[tuple[blocks.SelectedGroup, ...]]:
         """Per block, the groups that are quantized."""
         return [
-            blocks.selected(
-                self.family.linear_groups(self.config, i), self.family.block(i), self.recipe.quantization.ignores
-            )
+            blocks.selected(self.family.linear_groups(self.config, i), self.family.block(i), self.recipe.quantization)
             for i in range(self.config.num_hidden_layers)
         ]
 
@@ -117,9 +119,8 @@ def run(
     out, work = Path(out), Path(work)
     refuse_several("run")
     refuse_existing(out)
-    fmt = formats.get(recipe.quantization.format)
     private_key, public_key = signing.resolve_keys(recipe.bundle.private_key)
-    state = Run(recipe, ui, resolve_source(recipe, ui, offline=offline), fmt)
+    state = Run(recipe, ui, resolve_source(recipe, ui, offline=offline))
     check_source(state)
     state.job = job = Job(work, recipe.to_dict(), record.environment(), resume=resume, open_until=OPEN)
     try:
@@ -293,14 +294,13 @@ def quantize_block(
                 batches,
                 lambda x: stream.run(index, layer, x),
                 hessians=settings.needs_hessians,
-                ranges=settings.activations == "4bit",
                 channels=smoothed,
                 reference=exact,
                 weights=sensitivity.weights(state, index),
             )
         deque(exact or (), 0)  # what `collect` has not asked for: all of it in a block without groups
         scaled = transform_stage.smooth(state, layer, index, groups, statistics) if smoothed else []
-        finished = blocks.quantize(layer, prefix, groups, statistics, state.fmt, settings, advance)
+        finished = blocks.quantize(layer, prefix, groups, statistics, settings, advance)
         tensors = {
             f"{entry.name}.{suffix}": tensor for entry in finished for suffix, tensor in entry.result.tensors.items()
         }
@@ -310,9 +310,7 @@ def quantize_block(
                 tensors[prefix + name] = parameter
         writer.save_atomic(state.job.block_file(index), tensors)
         original = state.inventory.tensors
-        entry: dict = {
-            "layers": [record.layer(done, state.fmt.name, original[done.name + ".weight"].nbytes) for done in finished]
-        }
+        entry: dict = {"layers": [record.layer(done, original[done.name + ".weight"].nbytes) for done in finished]}
         if scaled:
             entry["smoothing"] = scaled
         if flows and index + 1 < len(stream):

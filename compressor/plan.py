@@ -10,22 +10,25 @@ import torch
 from transformers import AutoConfig
 
 from compressor import blocks, formats, models, plan_costs
+from compressor.bundle import ledger
+from compressor.bundle.contents import layout_bytes
 from compressor.checkpoint import source
 from compressor.checkpoint.inventory import Inventory, TensorInfo
 from compressor.checkpoint.reader import INDEX_NAME
 from compressor.errors import CompressError
 from compressor.models import skeleton
 from compressor.plan_base import Group, Job, Stage
-from compressor.preflight import check_ignore
+from compressor.preflight import check_patterns, check_shapes
 from compressor.recipe import Recipe
 from compressor.transform_stage import refuse_unfit
 
 
 @dataclass(frozen=True)
 class LinearClass:
-    """Linears of one name and shape across the blocks. Bytes are of all `count` of them together, bias not counted."""
+    """Linears of one name, format and shape across the blocks. Bytes are of all `count` of them, bias not counted."""
 
     name: str
+    format: str
     count: int
     out_features: int
     in_features: int
@@ -99,10 +102,10 @@ def make(recipe: Recipe) -> Plan:
         )
     config, inventory, basis = found
     if basis == "headers":  # a config alone does not tell the names of MTP modules
-        check_ignore(settings, models.get(config.model_type), config, inventory)
+        check_patterns(settings, models.get(config.model_type), config, inventory)
     refuse_unfit(recipe, models.get(config.model_type), config, inventory)
-    groups, ignored = _groups(recipe, config, inventory, fmt)
-    classes = _classes(groups, inventory, fmt, recipe)
+    groups, ignored = _groups(recipe, config, inventory)
+    classes = _classes(groups, inventory, recipe)
     job = _job(recipe, config, inventory, groups, classes)
     machine = plan_costs.measure_machine(fmt, settings.scale_search, recipe.run.threads)
     stages = plan_costs.stages(job, machine)
@@ -112,8 +115,9 @@ def make(recipe: Recipe) -> Plan:
         notes.append("the search of transform.smoothing is not in the time")
     if job.calibration_tokens and job.activation_bytes > recipe.run.activation_budget_bytes:
         notes.append("calibration activations exceed run.activation_budget_bytes and go to disk")
+    shapes = [(group.scheme.fmt.name, shape) for group in groups for shape in group.shapes]
     return Plan(
-        **known,
+        **known | {"bits_per_weight": ledger.bits_per_weight(shapes) if shapes else fmt.bits_per_weight},
         linears=classes,
         ignored=ignored,
         tensors=len(inventory.tensors),
@@ -186,14 +190,14 @@ def _from_config(config: Any, dtype: str) -> Inventory:
     )
 
 
-def _groups(recipe: Recipe, config: Any, inventory: Inventory, fmt: formats.Format) -> tuple[list[Group], list[str]]:
+def _groups(recipe: Recipe, config: Any, inventory: Inventory) -> tuple[list[Group], list[str]]:
     """Linears that would be quantized, by common input, and the names of those that the recipe leaves out."""
     family = models.get(config.model_type)
     groups, ignored = [], []
     for index in range(config.num_hidden_layers):
         prefix = family.block(index)
         candidates = family.linear_groups(config, index)
-        chosen = blocks.selected(candidates, prefix, recipe.quantization.ignores)
+        chosen = blocks.selected(candidates, prefix, recipe.quantization)
         kept = {name for group in chosen for name in group.names}
         ignored += [prefix + name for group in candidates for name in group.names if name not in kept]
         for group in chosen:
@@ -202,41 +206,31 @@ def _groups(recipe: Recipe, config: Any, inventory: Inventory, fmt: formats.Form
                 info = inventory.tensors.get(f"{prefix}{name}.weight")
                 if info is None:
                     raise CompressError(f"{recipe.source.uri}: tensor '{prefix}{name}.weight' is missing")
-                fmt.check(info.shape[1], prefix + name)
                 shapes.append((info.shape[0], info.shape[1]))
-            groups.append(Group(index, prefix, group.names, tuple(shapes)))
+            check_shapes(group, prefix, [*shapes])
+            groups.append(Group(index, prefix, group.names, tuple(shapes), group.scheme))
     return groups, ignored
 
 
-def _packed_bytes(fmt: formats.Format, shape: tuple[int, int], dtype: torch.dtype, activations: str) -> int:
-    """Bytes of one packed linear: asked of the format on two slices of rows, since its bytes grow evenly with them."""
-    out_features, in_features = shape
-    few, more = (
-        sum(tensor.nbytes for tensor in fmt.encode(torch.ones(rows, in_features, dtype=dtype)).values())
-        for rows in (8, 16)
-    )
-    scale = fmt.input_global_scale(torch.tensor(1.0)) if activations == "4bit" else None
-    return few + (more - few) * (out_features - 8) // 8 + (scale.nbytes if scale is not None else 0)
-
-
-def _classes(groups: list[Group], inventory: Inventory, fmt: formats.Format, recipe: Recipe) -> list[LinearClass]:
+def _classes(groups: list[Group], inventory: Inventory, recipe: Recipe) -> list[LinearClass]:
     counts: Counter = Counter()
     before: Counter = Counter()
     for group in groups:
         for name, shape in zip(group.names, group.shapes, strict=True):
-            counts[name, shape] += 1
-            before[name, shape] += inventory.tensors[f"{group.prefix}{name}.weight"].nbytes
-    dtype, activations = getattr(torch, recipe.source.dtype), recipe.quantization.activations
+            counts[name, shape, group.scheme] += 1
+            before[name, shape, group.scheme] += inventory.tensors[f"{group.prefix}{name}.weight"].nbytes
+    dtype = getattr(torch, recipe.source.dtype)
     return [
         LinearClass(
             name=name,
+            format=scheme.fmt.name,
             count=count,
             out_features=shape[0],
             in_features=shape[1],
-            bytes_before=before[name, shape],
-            bytes_after=count * _packed_bytes(fmt, shape, dtype, activations),
+            bytes_before=before[name, shape, scheme],
+            bytes_after=count * layout_bytes(scheme.fmt, shape, dtype, scheme.rounds_inputs),
         )
-        for (name, shape), count in counts.items()
+        for (name, shape, scheme), count in counts.items()
     ]
 
 

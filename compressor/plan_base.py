@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from compressor.formats import Scheme
 from compressor.recipe import Recipe
 
 PROCESS_BYTES = 450_000_000
@@ -18,6 +19,7 @@ class Group:
     prefix: str
     names: tuple[str, ...]
     shapes: tuple[tuple[int, int], ...]
+    scheme: Scheme
 
     @property
     def in_features(self) -> int:

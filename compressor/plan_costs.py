@@ -103,7 +103,7 @@ def stages(job: Job, machine: Machine) -> list[Stage]:
     if quality.kind != "none":
         found.append(_quality(job, machine))
     if recipe.proposer.kind != "none":
-        packed = recipe.quantization.format.startswith("int4")  # what CPUs have a packed kernel for
+        packed = all(group.scheme.fmt.name.startswith("int") for group in job.groups)  # CPUs have a kernel for these
         weight_bytes = job.bundle_bytes if packed else job.dense_bytes
         found.append(_acceptance("quantized acceptance", job, machine, weight_bytes, mapped=False))
     if recipe.proposer.heal is not None:

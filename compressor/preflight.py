@@ -16,10 +16,11 @@ from compressor.errors import CompressError, UsageError, brief
 from compressor.evals import prompts as evaluation_prompts
 from compressor.models import skeleton
 from compressor.proposers import load
-from compressor.recipe import matches
+from compressor.recipe_quantization import matches
 from compressor.train import draft, head
 
 if TYPE_CHECKING:
+    from compressor.blocks import SelectedGroup
     from compressor.checkpoint.inventory import Inventory
     from compressor.models import Family
     from compressor.pipeline import Run
@@ -74,36 +75,55 @@ def resolve_source(recipe: Recipe, ui: UI, *, offline: bool) -> source.ResolvedS
     )
 
 
-def check_ignore(settings: Quantization, family: Family, config: Any, inventory: Inventory) -> None:
-    """Refuse a pattern of `quantization.ignore` that no linear matches, and patterns that leave nothing to quantize.
+def check_patterns(settings: Quantization, family: Family, config: Any, inventory: Inventory) -> None:
+    """Refuse a pattern of `quantization.ignore` or `quantization.overrides` that no linear matches, and patterns that
+    leave nothing to quantize, or nothing in `quantization.format`.
 
-    The head and the linears of MTP modules stay as they are in any case, and may be named.
+    The head and the linears of MTP modules stay as they are in any case, and may be named in `ignore`.
     """
     linears = [name for name, _, _ in family.linears(config)]
-    names = [family.head, *linears, *inventory.mtp_linears()]
-    for pattern in settings.ignore:
-        if not any(matches(pattern, name) for name in names):
-            nearest = difflib.get_close_matches(pattern, names, n=1, cutoff=0)[0]
-            raise UsageError(
-                f"quantization.ignore: {brief(pattern)} matches no linear of this model; the nearest is {nearest!r}"
-            )
+    _refuse_idle("quantization.ignore", settings.ignore, [family.head, *linears, *inventory.mtp_linears()])
+    for index, entry in enumerate(settings.overrides):
+        _refuse_idle(f"quantization.overrides[{index}].targets", entry.targets, linears)
     if all(map(settings.ignores, linears)):
         raise UsageError(f"quantization.ignore: {brief(settings.ignore)} leaves nothing to quantize; remove a pattern")
+    if (settings.format, settings.activations) not in map(settings.choice, linears):
+        raise UsageError(
+            f"quantization.overrides: no linear is left in {settings.format} with {settings.activations} activations; "
+            "state what most linears have in quantization.format and quantization.activations"
+        )
+
+
+def _refuse_idle(key: str, patterns: list[str], names: list[str]) -> None:
+    for pattern in patterns:
+        if not any(matches(pattern, name) for name in names):
+            nearest = difflib.get_close_matches(pattern, names, n=1, cutoff=0)[0]
+            raise UsageError(f"{key}: {brief(pattern)} matches no linear of this model; the nearest is {nearest!r}")
+
+
+def check_shapes(group: SelectedGroup, prefix: str, shapes: list[tuple[int, ...]]) -> None:
+    """Refuse linears of these [out, in] in block `prefix` that their format cannot hold. Raises CompressError."""
+    fmt = group.scheme.fmt
+    for name, shape in zip(group.names, shapes, strict=True):
+        fmt.check(shape[1], prefix + name)
+    if group.fused_as is not None:
+        fmt.check_fused([shape[0] for shape in shapes], prefix + group.fused_as)
 
 
 def check_source(state: Run) -> None:
     """Refuse, before any work is done, a source or a measurement that could not be finished."""
     inventory = state.inventory
-    check_ignore(state.recipe.quantization, state.family, state.config, inventory)
+    check_patterns(state.recipe.quantization, state.family, state.config, inventory)
     transform_stage.refuse_unfit(state.recipe, state.family, state.config, inventory)
     skeleton.build(state.config, state.dtype)
     for index, groups in enumerate(state.block_groups):
+        prefix = state.family.block(index)
         for group in groups:
-            for name in group.names:
-                key = f"{state.family.block(index)}{name}.weight"
+            keys = [f"{prefix}{name}.weight" for name in group.names]
+            for key in keys:
                 if key not in inventory.tensors:
                     raise CompressError(f"{state.source.folder}: tensor '{key}' is missing from the shards")
-                state.fmt.check(inventory.tensors[key].shape[1], key.removesuffix(".weight"))
+            check_shapes(group, prefix, [inventory.tensors[key].shape for key in keys])
     settings = state.recipe.measure.acceptance
     if state.recipe.proposer.kind != "none":
         proposer = state.recipe.proposer

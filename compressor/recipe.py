@@ -8,22 +8,20 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
-from fnmatch import fnmatchcase
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, ValidationError, field_validator, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field, ValidationError, model_validator
 
 from compressor import recipe_text
 from compressor.errors import UsageError
 from compressor.recipe_base import Section, refuse
+from compressor.recipe_quantization import Distillation, Quantization
 from compressor.recipe_training import STATE_LOSS, Heal, Precision, Training, allowed_loss
 from compressor.recipe_transform import TransformOptions
 
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-Glob = Annotated[str, Field(min_length=1)]
 Probability = Annotated[float, Field(gt=0, le=1)]
 
 
@@ -49,112 +47,6 @@ class Source(Section):
         if self.sha256 is not None and not one_file:
             raise refuse("sha256", self.sha256, "only a pypi: or .gguf source has one file to check; remove it")
         return self
-
-
-def matches(pattern: str, module: str) -> bool:
-    """Whether a glob of `quantization.ignore` names a module, by its full name."""
-    return fnmatchcase(module, pattern)
-
-
-class Quantization(Section):
-    """How the linear layers inside the decoder blocks are stored. Embeddings and lm_head always keep their dtype."""
-
-    format: str = Field(
-        default="int4-g64",
-        description="Number format of the weights.",
-        json_schema_extra=lambda schema: schema.update(enum=[*_format_names()]),
-    )
-    activations: Literal["16bit", "4bit"] = Field(
-        default="16bit",
-        description="4bit also rounds each linear's input (W4A4); only for formats engines run that way.",
-    )
-    method: Literal["gptq", "rtn"] = Field(default="gptq", description="gptq (calibrated) or rtn (round to nearest).")
-    scale_search: Literal["mse", "none"] = Field(
-        default="mse",
-        description="mse searches each group's scale for the least weighted squared error, among those whose weights "
-        "are exact in bfloat16 (asymmetric int4, and int4 of a source in another dtype: any); none = standard rule.",
-    )
-    damping: float = Field(
-        default=0.01, gt=0, le=1, description="GPTQ: share of the Hessian's mean diagonal added to it."
-    )
-    order: Literal["static", "none"] = Field(
-        default="static", description="GPTQ: static quantizes columns by falling Hessian diagonal; none = as they come."
-    )
-    block_size: int = Field(default=128, ge=1, description="GPTQ: columns updated together.")
-    asymmetric: bool = Field(
-        default=False,
-        description="GPTQ: aim at the full-precision model's outputs from the quantized model's inputs; calibration "
-        "carries both, in twice the space.",
-    )
-    guided: bool = Field(
-        default=False,
-        description="Weigh each calibration token by how much the original's answer would feel an error there: one "
-        "backward pass of the whole original. A damping of 0.05 goes well with it.",
-    )
-    refit: bool = Field(default=False, description="GPTQ: fit the scales once more to the chosen codes.")
-    ignore: list[Glob] = Field(
-        default_factory=list, description="Glob patterns of full module names that stay unquantized."
-    )
-
-    @field_validator("format")
-    @classmethod
-    def _format_exists(cls, name: str) -> str:
-        names = _format_names()
-        if name not in names:
-            raise PydanticCustomError("not_one_of", "", {"allowed": names})
-        return name
-
-    @model_validator(mode="after")
-    def _activations_fit_the_format(self) -> Self:
-        from compressor import formats
-
-        if self.activations == "4bit" and formats.get(self.format).activations_config() is None:
-            able = [name for name in formats.names() if formats.get(name).activations_config() is not None]
-            reason = f"format {self.format} has no 4-bit activations; use 16bit, or format {' or '.join(able)}"
-            raise refuse("activations", self.activations, reason)
-        return self
-
-    @model_validator(mode="after")
-    def _gptq_alone_solves(self) -> Self:
-        for key in ("asymmetric", "refit"):
-            if getattr(self, key) and self.method != "gptq":
-                raise refuse(key, True, f"method {self.method} does not use it; remove it, or set method: gptq")
-        return self
-
-    @model_validator(mode="after")
-    def _guided_has_hessians(self) -> Self:
-        if self.guided and not self.needs_hessians:
-            reason = "there is no Hessian to weigh; set scale_search: mse or method: gptq"
-            raise refuse("guided", True, reason)
-        return self
-
-    @property
-    def needs_hessians(self) -> bool:
-        """Whether calibration gathers Hessians: GPTQ needs them whole, the scale search their diagonal."""
-        return self.method == "gptq" or self.scale_search == "mse"
-
-    @property
-    def needs_data(self) -> bool:
-        """Whether there is a calibration at all; 4-bit activations need the largest input of every linear."""
-        return self.needs_hessians or self.activations == "4bit"
-
-    def ignores(self, module: str) -> bool:
-        """Whether a linear (full name, ``model.layers.0.mlp.down_proj``) matches one of the `ignore` patterns."""
-        return any(matches(pattern, module) for pattern in self.ignore)
-
-
-class Distillation(Section):
-    """Training of the quantized model's scales, norms and biases on the calibration rows, so that its logits come
-    closer to the original's. Holds the whole quantized model in memory, in `source.dtype`."""
-
-    steps: int = Field(default=100, ge=1, description="Steps of the optimizer.")
-    rows: int = Field(default=4, ge=1, description="Calibration rows a step.")
-    scale_rate: float = Field(default=2e-3, ge=0, description="Share of itself that a scale moves a step, about.")
-    other_rate: float = Field(default=1e-3, ge=0, description="What norms and biases move a step, about.")
-    held_out: int = Field(
-        default=4, ge=1, description="Calibration rows set aside, which decide whether the result is kept."
-    )
-    save_every: int = Field(default=25, ge=1, description="Steps between two checkpoints.")
 
 
 class Calibration(Section):
@@ -350,6 +242,19 @@ class Recipe(Section):
     run: Run = Field(default_factory=Run)
 
     @model_validator(mode="after")
+    def _distillation_fits(self) -> Self:
+        if self.distillation is None:
+            return self
+        if not self.quantization.needs_data:
+            raise refuse("distillation", "…", "there are no calibration rows to train on; set method: gptq")
+        if self.quantization.shares_scales:
+            raise refuse("distillation", "…", "fp8-block128 shares its scales between rows; remove it, or take fp8")
+        if self.calibration.rows <= self.distillation.held_out:
+            reason = f"of {self.calibration.rows} calibration rows none would be left to train on"
+            raise refuse("distillation.held_out", self.distillation.held_out, reason)
+        return self
+
+    @model_validator(mode="after")
     def _transform_fits(self) -> Self:
         spec = self.transform
         if spec.smoothing != "none" and not self.quantization.needs_hessians:
@@ -417,12 +322,6 @@ FILE_KEYS = (
 PATH_KEYS = ("source.uri", *FILE_KEYS, "proposer.path")
 """Keys whose value may be a path. `source.uri` is one when it begins with ``.``, ``/`` or ``~``, is a .gguf file, or
 names an existing folder; otherwise it is a hub id or a pypi: URI and stays as written."""
-
-
-def _format_names() -> list[str]:
-    from compressor import formats  # brings in torch: only when a recipe is checked
-
-    return formats.names()
 
 
 def _max_nodes() -> int:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import NoneType
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -236,15 +236,17 @@ def _locate(location: list, model: type[BaseModel]) -> tuple[type[BaseModel], Fi
     section, field = model, None
     for part in location:
         field = section.model_fields.get(part, field if isinstance(part, int) else None)
-        inner = _section_of(field) if field is not None else None
+        inner = _section_of(field, in_lists=True) if field is not None else None
         if inner is None:
             break
         section = inner
     return section, field
 
 
-def _section_of(field: FieldInfo) -> type[BaseModel] | None:
-    """The section that a field holds or, where it may be null, can hold."""
+def _section_of(field: FieldInfo, *, in_lists: bool = False) -> type[BaseModel] | None:
+    """The section that a field holds or, where it may be null, can hold; `in_lists`: that of a list's items too."""
+    if get_origin(field.annotation) is list and not in_lists:
+        return None
     choices = [choice for choice in get_args(field.annotation) if choice is not NoneType] or [field.annotation]
     only = choices[0] if len(choices) == 1 else None
     return only if isinstance(only, type) and issubclass(only, BaseModel) else None

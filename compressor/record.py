@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ from compressor.checkpoint.config import CONFIG, GENERATION_CONFIG, read_config
 from compressor.checkpoint.source import tokenizer_files
 from compressor.distill import stage
 from compressor.errors import naming
+from compressor.formats import Scheme
 from compressor.formats.config import quantization_config
 from compressor.proposers.load import HEAD_FOLDER
 from compressor.train.passport import files as head_files
@@ -43,13 +45,14 @@ def environment() -> dict:
     return {"python": captured.python, "threads": captured.threads, "cpu": captured.cpu, **captured.packages}
 
 
-def layer(entry: QuantizedLayer, fmt: str, original_bytes: int) -> dict:
+def layer(entry: QuantizedLayer, original_bytes: int) -> dict:
     """The passport's row for one quantized linear whose weight had `original_bytes` in the source."""
     tensors, shape = entry.result.tensors, entry.shape
     return {
         "name": entry.name,
         "shape": list(shape),
-        "format": fmt,
+        "format": entry.scheme.fmt.name,
+        "activations": entry.scheme.activations,
         "error": entry.result.error,
         "sqnr_db": entry.result.sqnr_db if math.isfinite(entry.result.sqnr_db) else None,
         "packed_bytes": sum(t.nbytes for t in tensors.values()),
@@ -79,8 +82,9 @@ def write_config(state: Run, folder: Path) -> None:
     config["dtype"] = str(state.dtype).removeprefix("torch.")
     if state.weights.untied:
         config["tie_word_embeddings"] = False
+    scheme = state.scheme
     config["quantization_config"] = quantization_config(
-        state.fmt, activations=state.recipe.quantization.activations == "4bit", ignore=ignored(state)
+        scheme.fmt, activations=scheme.rounds_inputs, ignore=ignored(state), overrides=_overrides(state)
     )
     carried = [path for path in (*tokenizer_files(source), source / GENERATION_CONFIG) if path.exists()]
     files = {path.name: path.read_bytes() for path in carried}  # shutil would name the source on a full disk
@@ -88,6 +92,28 @@ def write_config(state: Run, folder: Path) -> None:
     for name, data in files.items():
         with naming(folder / name):
             (folder / name).write_bytes(data)
+
+
+def _overrides(state: Run) -> list[tuple[Scheme, list[str]]]:
+    """The schemes other than that of most linears, with patterns that match the linears' names and those of the
+    matrices that engines fuse them into."""
+    found: dict[Scheme, dict[tuple[str, ...], list[int]]] = {}
+    for index, groups in enumerate(state.block_groups):
+        for group in groups:
+            if group.scheme != state.scheme:
+                names = (*group.names, *([group.fused_as] if group.fused_as else []))
+                found.setdefault(group.scheme, {}).setdefault(names, []).append(index)
+    before, after = map(re.escape, state.family.block_prefix.split("{index}"))
+    return [
+        (
+            scheme,
+            [
+                f"re:{before}({'|'.join(map(str, indices))}){after}({'|'.join(map(re.escape, names))})$"
+                for names, indices in blocks_of.items()
+            ],
+        )
+        for scheme, blocks_of in found.items()
+    ]
 
 
 def kernels(model: torch.nn.Module) -> list[dict]:
@@ -133,7 +159,7 @@ def passport(state: Run, folder: Path) -> Passport:
             "tokenizer_sha256": bundle.sha256(tokenizer) if tokenizer.exists() else None,
             "dtype": recipe.source.dtype,
         },
-        quantization=_quantization(state),
+        quantization=_quantization(state, folder),
         proposer={
             "kind": proposer.kind,
             "num_speculative_tokens": proposer.num_speculative_tokens if proposer.kind != "none" else 0,
@@ -164,21 +190,22 @@ def passport(state: Run, folder: Path) -> Passport:
     )
 
 
-def _quantization(state: Run) -> dict:
-    settings, fmt = state.recipe.quantization, state.fmt
+def _quantization(state: Run, folder: Path) -> dict:
+    settings, fmt = state.recipe.quantization, state.scheme.fmt
     calibration, distilled = state.job.stage("calibration"), state.job.stage(stage.STAGE)
-    rows = [row for index in range(state.config.num_hidden_layers) for row in state.job.finished_block(index)["layers"]]
+    blocks = range(state.config.num_hidden_layers)
+    layers = [row for index in blocks for row in state.job.finished_block(index)["layers"]]
     return {
         "format": fmt.name,
-        "compression_format": fmt.compression_format,
+        "compression_format": read_config(folder)["quantization_config"]["format"],
         "bits": fmt.bits,
         "group_size": fmt.group_size,
-        "bits_per_weight": fmt.bits_per_weight,
+        "bits_per_weight": ledger.bits_per_weight((row["format"], row["shape"]) for row in layers),
         "activations": settings.activations,
         "method": settings.method,
         "settings": settings.model_dump(mode="json", exclude={"format", "activations", "method"}),
         "calibration": _calibration(calibration) if calibration else None,
-        "layers": rows,
+        "layers": layers,
         "distillation": _distillation(distilled) if distilled else None,
         "ignored": ignored(state),
     }

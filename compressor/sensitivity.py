@@ -15,11 +15,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from compressor.blocks import SelectedGroup
 from compressor.checkpoint import writer
 from compressor.checkpoint.digest import sha256_file
 from compressor.errors import CompressError
 from compressor.job_tensors import CHANGED, calibration_ids
-from compressor.models import LinearGroup
 from compressor.ui import UI
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def check(state: Run) -> None:
         raise CompressError(f"{path}: {CHANGED}")
 
 
-def weights(state: Run, index: int) -> dict[LinearGroup, Tensor] | None:
+def weights(state: Run, index: int) -> dict[SelectedGroup, Tensor] | None:
     """float32 [rows, length] by group of block `index`; None where all tokens count the same."""
     if state.job.stage(STAGE) is None:
         return None

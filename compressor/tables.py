@@ -60,7 +60,7 @@ def plan(out: Console, made: "Plan") -> None:
     if made.linears:
         rows = [
             (
-                item.name,
+                item.name if item.format == made.format else f"{item.name} ({item.format})",
                 str(item.count),
                 f"{item.out_features} × {item.in_features}",
                 size(item.bytes_before),

@@ -18,9 +18,9 @@ from compressor.transform.smooth import smoothquant
 from compressor.transform.view import TransformedWeights
 
 if TYPE_CHECKING:
-    from compressor.blocks import InputStatistics
+    from compressor.blocks import InputStatistics, SelectedGroup
     from compressor.checkpoint.inventory import Inventory
-    from compressor.models import Family, LinearGroup
+    from compressor.models import Family
     from compressor.pipeline import Run
     from compressor.recipe import Recipe
 
@@ -81,8 +81,8 @@ def smooth(
     state: Run,
     layer: nn.Module,
     index: int,
-    groups: Sequence[LinearGroup],
-    statistics: dict[LinearGroup, InputStatistics],
+    groups: Sequence[SelectedGroup],
+    statistics: dict[SelectedGroup, InputStatistics],
 ) -> list[dict]:
     """Find channel scales for every group of block `index`, in order of execution, and fold them into `layer` and
     `statistics` in place. Returns a JSON row a group: its linears, the exponent (None: not scaled) and the relative
@@ -97,10 +97,10 @@ def smooth(
             seen.hessian,
             seen.mean,
             seen.largest,
-            state.fmt,
+            group.scheme.fmt,
             alpha=spec.alpha,
             shared=scales.channels(family, state.config, group),
-            quantize=quantizer(state.fmt, fused=group.fused_as is not None),
+            quantize=quantizer(group.scheme.fmt, fused=group.fused_as is not None),
         )
         rows.append(
             {

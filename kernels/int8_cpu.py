@@ -18,10 +18,23 @@ IN_MULTIPLE = 16
 DENSE_ROWS = 16
 
 
+def obstacle(in_features: int, dtype: torch.dtype, step: Tensor | None = None) -> str | None:
+    """Why the kernel cannot run activations of `dtype` on a CPU, so many in a row, or would round these float32 `step`s
+    of the weight; None where it can."""
+    if not hasattr(torch.ops.aten, OP.removeprefix("aten::")):
+        return f"this torch ({torch.__version__}) has no {OP}"
+    if dtype != DTYPE:
+        return f"{OP} is used in bfloat16 only, and the model runs in {str(dtype).removeprefix('torch.')}"
+    if in_features % IN_MULTIPLE:
+        return f"{OP} needs in_features divisible by {IN_MULTIPLE}, not {in_features}"
+    if step is not None and not torch.equal(step.to(DTYPE).float(), step):
+        return f"{OP} takes bfloat16 scales, and this layer's are not exact in bfloat16"
+    return None
+
+
 def fits(in_features: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the kernel runs activations of `dtype` on `device`, so many in a row."""
-    there = device.type == "cpu" and hasattr(torch.ops.aten, OP.removeprefix("aten::"))
-    return there and dtype == DTYPE and in_features % IN_MULTIPLE == 0
+    return device.type == "cpu" and obstacle(in_features, dtype) is None
 
 
 class Int8Linear(nn.Module):
@@ -47,6 +60,11 @@ class Int8Linear(nn.Module):
             y = F.linear(rows, self.weight.to(DTYPE)) * self.scale
         y = y.reshape(*x.shape[:-1], len(self.scale))
         return y if self.bias is None else y + self.bias
+
+
+def pack(codes: Tensor, step: Tensor, bias: Tensor | None = None) -> Int8Linear:
+    """The layer of uint8 codes q + 128 [out, in] and steps [out, 1], the bias bfloat16 [out] or None."""
+    return Int8Linear((codes ^ 128).view(torch.int8), step[:, 0], bias)
 
 
 def join(linears: list[Int8Linear]) -> Int8Linear | None:

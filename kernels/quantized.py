@@ -4,22 +4,21 @@ from torch import Tensor, nn
 
 from compressor.errors import CompressError
 from compressor.formats import Format
-from compressor.formats.channel import Channel
 from compressor.kernels import int8_cpu
 from compressor.kernels.linear import PackedLinear
 
 
 def linear(
-    fmt: Format | Channel, tensors: dict[str, Tensor], bias: Tensor | None, *, dtype, device
+    fmt: Format, tensors: dict[str, Tensor], bias: Tensor | None, *, dtype, device
 ) -> tuple[nn.Module, tuple[int, int]]:
     """The layer and its [out, in]. Packed where the machine has a kernel for it, decoded into `dtype` elsewhere. Raises
     CompressError for tensors that are not the format's."""
-    if not isinstance(fmt, Channel):
+    if fmt.bits < 8:
         packed = PackedLinear(fmt, tensors, bias=bias, dtype=dtype).to(device)
         return packed, (packed.out_features, packed.in_features)
-    codes, scale = fmt.unpack(tensors)
+    codes, grid = fmt.unpack(tensors)
     if fmt.name == "int8" and int8_cpu.fits(codes.shape[1], dtype, device):
-        return int8_cpu.Int8Linear(codes, scale[:, 0], bias), tuple(codes.shape)
+        return int8_cpu.pack(codes, grid.step, bias), tuple(codes.shape)
     plain = nn.Linear(codes.shape[1], codes.shape[0], bias=bias is not None, device="meta")
     weight = fmt.decode(tensors).to(device, dtype)
     if not bool(weight.isfinite().all()):

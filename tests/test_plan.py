@@ -76,12 +76,21 @@ def test_a_plan_lists_every_class_of_linears_with_its_bytes(model):
 
 
 @pytest.mark.parametrize(
-    ("name", "activations"), [("int4-g32-asym", "16bit"), ("nvfp4", "16bit"), ("nvfp4", "4bit"), ("mxfp4", "4bit")]
+    ("name", "activations"),
+    [
+        ("int4-g32-asym", "16bit"),
+        ("nvfp4", "16bit"),
+        ("nvfp4", "4bit"),
+        ("mxfp4", "4bit"),
+        ("int8", "16bit"),
+        ("int8", "8bit"),
+        ("fp8", "8bit"),
+    ],
 )
 def test_the_planned_bytes_are_those_the_format_writes(model, name, activations):
     from compressor import formats
 
-    fmt = formats.get(name)
+    fmt = formats.scheme(name, activations).fmt
     made = plan.make(recipe(model, quantization={"format": name, "activations": activations}))
     for item in made.linears:
         tensors = list(fmt.encode(torch.ones(item.out_features, item.in_features, dtype=torch.bfloat16)).values())

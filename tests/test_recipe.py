@@ -143,6 +143,7 @@ def test_defaults_are_the_documented_ones(write):
             "asymmetric": False,
             "refit": False,
             "ignore": [],
+            "overrides": [],
         },
         "calibration": {
             "kind": "self",
@@ -177,6 +178,19 @@ def test_defaults_are_the_documented_ones(write):
         "bundle": {"private_key": None, "max_shard_bytes": 5_000_000_000},
         "run": {"seed": 0, "threads": None, "activation_budget_bytes": 4_000_000_000},
     }
+
+
+def test_the_last_override_that_names_a_linear_counts_and_ignore_before_them_all(write):
+    entries = ["{targets: ['*.mlp.*'], format: int8}", "{targets: ['*.0.*', b], format: fp8, activations: 8bit}"]
+    entries.append("{targets: [b], format: none}")
+    settings = "quantization: {format: mxfp4, ignore: [a.mlp.x], overrides: [" + ", ".join(entries) + "]}"
+    found = Recipe.load(write(BASE + settings)).quantization
+    assert found.choice("a.1.mlp.up") == ("int8", "16bit")
+    assert found.choice("a.0.mlp.up") == ("fp8", "8bit")
+    assert found.choice("a.1.self_attn.q") == ("mxfp4", "16bit")
+    assert found.choice("b") is found.choice("a.mlp.x") is None
+    assert not found.model_copy(update={"method": "rtn", "scale_search": "none"}).needs_data
+    assert Recipe.load(write(BASE), ["quantization.overrides=[{targets: [a], format: int8}]"]).quantization.overrides
 
 
 def test_an_exponent_without_a_point_is_a_number(write):
@@ -371,6 +385,17 @@ REFUSED = {
     "transform: {smoothing: awq}\nquantization: {method: rtn, scale_search: none}": "transform.smoothing: 'awq' is not "
     "allowed: its scales are found on calibration inputs; set quantization.scale_search: mse or method: gptq",
     "transform: {rotation: r1}\nproposer: {kind: mtp}": "transform.rotation: 'r1' is not allowed: proposer.kind mtp",
+    "quantization: {activations: 8bit}": "format int4-g64 has no 8-bit activations; use 16bit, or format int8 or fp8",
+    "quantization: {format: fp8, activations: 4bit}": "quantization.activations: '4bit' is not allowed: format fp8",
+    "quantization: {overrides: [{targets: [a], format: int5}]}": "overrides[0].format: 'int5' is not allowed; must be",
+    "quantization: {overrides: [{targets: [a]}]}": "quantization.overrides[0].format: missing (Number format",
+    "quantization: {overrides: [{targets: [], format: int8}]}": "quantization.overrides[0].targets: [] is not allowed",
+    "quantization: {overrides: [{targets: [a], format: fp8, fromat: x}]}": "[0].fromat: unknown key; did you mean",
+    "quantization: {format: fp8, activations: 8bit, overrides: [{targets: [a], format: int4-g32}]}": (
+        "quantization.overrides[0].activations: '8bit' is not allowed: format int4-g32 has no 8-bit activations"
+    ),
+    "quantization: {overrides: [{targets: [a], format: none, activations: 16bit}]}": "format none rounds nothing",
+    "quantization: {overrides: [{targets: [a], format: int4-g32-asym}]}": "overrides: 'int4-g32-asym' is not allowed:",
     "calibration: {rows: 0}": "calibration.rows: 0 is not allowed; must be at least 1",
     "calibration: {rows: 1.5}": "calibration.rows: 1.5 is not allowed; must be a whole number",
     "calibration: {rows: true}": "calibration.rows: true is not allowed; must be a whole number",
@@ -493,6 +518,8 @@ OVERRIDES = {
     "name.x=1": "--set: name.x: name is a value, not a section",
     "quantization.damping=-1": "--set: quantization.damping: -1 is not allowed; must be greater than 0",
     "quantization.ignore=[": "--set: quantization.ignore: line 1, column 2",
+    "quantization.overrides.format=int8": "--set: quantization.overrides.format: quantization.overrides is a value",
+    "quantization.overrides=[{targets: [a], format: x}]": "quantization.overrides[0].format: 'x' is not allowed",
     "calibration.path=none": "calibration.path: '",
 }
 

@@ -4,6 +4,7 @@ A signature proves who signed, not that what they signed is consistent. Everythi
 expected layouts are written down from the format's specification rather than taken from the encoder.
 """
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,13 @@ from compressor.checkpoint.config import CONFIG, read_json_object
 from compressor.checkpoint.inventory import Inventory
 from compressor.checkpoint.reader import INDEX_NAME, ShardReader, check_finite
 from compressor.errors import CompressError
-from compressor.formats.config import format_from_config
+from compressor.formats import Scheme
+from compressor.formats.config import Schemes, find_target, schemes_from_config
 from compressor.models import skeleton
 
 TOKENIZER = "tokenizer.json"
 GLOBAL_SCALES = ("weight_global_scale", "input_global_scale")
 Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]
-Scheme = tuple[formats.Format, bool, list[str]]  # of `format_from_config`
 
 
 def differences(folder: Path, passport: Passport, digests: dict[str, str]) -> list[str]:
@@ -39,14 +40,14 @@ def differences(folder: Path, passport: Passport, digests: dict[str, str]) -> li
     """
     inventory = Inventory.read(folder)
     config = inventory.config
-    scheme, unreadable = _scheme(config)
+    schemes, unreadable = _schemes(config)
     with ShardReader(folder) as reader:
         return [
             *_config(config, passport),
-            *(_quantization(scheme, passport) if scheme else unreadable),
-            *_layers(reader, passport),
+            *(_quantization(schemes, passport) if schemes else unreadable),
+            *_layers(reader, passport, schemes),
             *_fused(folder, reader, passport),
-            *_unquantized(reader, passport, scheme),
+            *_unquantized(reader, passport, schemes),
             *_numbers(reader, passport),
             *_index(folder, reader),
             *_ledger(inventory, passport, digests),
@@ -60,11 +61,16 @@ def layout(fmt: formats.Format, shape: tuple[int, int], dtype: torch.dtype, acti
     Args:
         fmt: its number format.
         shape: (out_features, in_features).
-        dtype: of the model; INT4 scales have it.
-        activations: whether its inputs are quantized to 4 bits too.
+        dtype: of the model; scales of integers and of FP8 have it.
+        activations: whether its inputs are rounded too.
     """
     rows, columns = shape
-    groups = columns // fmt.group_size
+    groups = 1 if fmt.group_size is None else columns // fmt.group_size
+    fmt = fmt.for_inputs(activations)
+    if fmt.compression_format in ("int-quantized", "float-quantized"):
+        scales = (_ceil(rows, fmt.weights_config().get("block_structure", [1])[0]), groups)
+        codes = torch.int8 if fmt.compression_format == "int-quantized" else torch.float8_e4m3fn
+        return {"weight": (codes, (rows, columns)), "weight_scale": (dtype, scales)}
     if fmt.compression_format == "pack-quantized":
         tensors: Layout = {
             "weight_packed": (torch.int32, (rows, _ceil(columns * fmt.bits, 32))),
@@ -84,6 +90,11 @@ def layout(fmt: formats.Format, shape: tuple[int, int], dtype: torch.dtype, acti
     if fmt.compression_format == "mxfp4-pack-quantized":
         return {"weight_packed": (torch.uint8, (rows, columns // 2)), "weight_scale": (torch.uint8, (rows, groups))}
     raise CompressError(f"format {fmt.name}: this version does not know the layout of '{fmt.compression_format}'")
+
+
+def layout_bytes(fmt: formats.Format, shape: tuple[int, int], dtype: torch.dtype, activations: bool) -> int:
+    """Bytes of the tensors of `layout`."""
+    return sum(math.prod(size) * of.itemsize for of, size in layout(fmt, shape, dtype, activations).values())
 
 
 def _ceil(numerator: int, denominator: int) -> int:
@@ -113,67 +124,90 @@ def _config(config: dict[str, Any], passport: Passport) -> list[str]:
     return problems
 
 
-def _scheme(config: dict[str, Any]) -> tuple[Scheme | None, list[str]]:
+def _schemes(config: dict[str, Any]) -> tuple[Schemes | None, list[str]]:
     """What engines read from config.json's quantization_config, or the problem that keeps them from it."""
     section = config.get("quantization_config")
     if section is None:
         return None, [f"{CONFIG}: no quantization_config, so engines would read the shards as unquantized"]
     try:
-        return format_from_config(section), []
+        return schemes_from_config(section), []
     except CompressError as error:
         return None, [f"{CONFIG}: {error}"]
 
 
-def _quantization(scheme: Scheme, passport: Passport) -> list[str]:
+def _general(schemes: Schemes) -> Scheme:
+    """Of all linears without a target of their own, or of the first group where there is none."""
+    return find_target("", schemes.targets) or next(iter(schemes.targets.values()))
+
+
+def _quantization(schemes: Schemes, passport: Passport) -> list[str]:
     """`quantization` against config.json."""
-    (fmt, activations, ignore), quantization = scheme, passport.quantization
-    problems = []
-    for key in ("compression_format", "bits", "group_size", "bits_per_weight"):
-        problems += _unequal(f"quantization.{key}", getattr(quantization, key), getattr(fmt, key), CONFIG)
-    problems += _unequal("quantization.format", quantization.format, fmt.name, CONFIG)
-    problems += _unequal(
-        "quantization.activations", quantization.activations, "4bit" if activations else "16bit", CONFIG
-    )
+    quantization, ignore = passport.quantization, schemes.ignore
+    scheme = _general(schemes)
+    problems = _unequal("quantization.compression_format", quantization.compression_format, schemes.format, CONFIG)
+    for key in ("bits", "group_size"):
+        problems += _unequal(f"quantization.{key}", getattr(quantization, key), getattr(scheme.fmt, key), CONFIG)
+    if all(layer.format in formats.names() for layer in quantization.layers):  # others are reported by layer
+        mean = ledger.bits_per_weight((layer.format, layer.shape) for layer in quantization.layers)
+        problems += _unequal("quantization.bits_per_weight", quantization.bits_per_weight, mean, "its layers")
+    problems += _unequal("quantization.format", quantization.format, scheme.fmt.name, CONFIG)
+    problems += _unequal("quantization.activations", quantization.activations, scheme.activations, CONFIG)
     listed, ignored = set(ignore), set(quantization.ignored)
     problems += [f"quantization.ignored: {name} is not in {CONFIG}'s ignore" for name in sorted(ignored - listed)]
     problems += [f"{CONFIG} ignore: {name} is not in quantization.ignored" for name in sorted(listed - ignored)]
     return problems
 
 
-def _layers(reader: ShardReader, passport: Passport) -> list[str]:
-    """Each layer of the passport has exactly the tensors of its format, and no layer has them unlisted."""
+def _layers(reader: ShardReader, passport: Passport, schemes: Schemes | None) -> list[str]:
+    """Each layer of the passport has exactly the tensors of its format, which engines expect too, and no layer has them
+    unlisted."""
     try:
         dtype = passport.target.torch_dtype()
     except CompressError as error:
         return [str(error)]
-    stored: dict[str, dict[str, str]] = {}
+    stored: dict[str, list[str]] = {}
     names = reader.keys()
     for name in names:
         layer, _, suffix = name.rpartition(".")
-        stored.setdefault(layer, {})[suffix] = name
+        stored.setdefault(layer, []).append(suffix)
     problems: list[str] = []
     seen: set[str] = set()
     for entry in passport.quantization.layers:
         if entry.name in seen:
             problems.append(f"{entry.name}: listed twice in quantization.layers")
         seen.add(entry.name)
-        problems += _layer(reader, entry, stored.get(entry.name, {}), passport, dtype)
-    unlisted = sorted(name for name, suffixes in stored.items() if ledger.CODES in suffixes and name not in seen)
+        if entry.format not in formats.names():
+            problems.append(f"{entry.name}: format {entry.format} is unknown")
+            continue
+        activations = entry.activations or passport.quantization.activations
+        if schemes is not None:
+            problems += _scheme(schemes, entry.name, (entry.format, activations), passport)
+        problems += _layer(reader, entry, stored.get(entry.name, []), activations != formats.UNROUNDED, dtype)
+    unlisted = sorted(formats.quantized_layers(names).keys() - seen)
     return problems + [f"{name}: quantized, but not in quantization.layers" for name in unlisted]
 
 
-def _layer(
-    reader: ShardReader, layer: Layer, stored: dict[str, str], passport: Passport, dtype: torch.dtype
-) -> list[str]:
-    quantization = passport.quantization
-    if layer.format != quantization.format:
-        return [f"{layer.name}: format {layer.format}, but quantization.format is {quantization.format}"]
-    if layer.format not in formats.names():
-        return [f"{layer.name}: format {layer.format} is unknown"]
+def _scheme(schemes: Schemes, name: str, said: tuple[str, str], passport: Passport) -> list[str]:
+    """(format, activations) of a layer in the passport against config.json."""
+    try:
+        scheme = schemes.of(name)
+    except CompressError as error:
+        return [f"{CONFIG}: {error}"]
+    if scheme is None:
+        return [f"{name}: quantized, but no target of {CONFIG}'s config_groups names it"]
+    if said == (passport.quantization.format, passport.quantization.activations) and scheme == _general(schemes):
+        return []  # `_quantization` has compared them
+    found = (scheme.fmt.name, scheme.activations)
+    says = "format {} and {} inputs".format
+    return [] if said == found else [f"{name}: {says(*said)}, but {CONFIG} says {says(*found)}"]
+
+
+def _layer(reader: ShardReader, layer: Layer, suffixes: list[str], activations: bool, dtype: torch.dtype) -> list[str]:
     fmt = formats.get(layer.format)
-    expected = layout(fmt, (layer.shape[0], layer.shape[1]), dtype, quantization.activations == "4bit")
+    stored = {suffix: f"{layer.name}.{suffix}" for suffix in suffixes if suffix != "bias"}
+    expected = layout(fmt, (layer.shape[0], layer.shape[1]), dtype, activations)
     problems = []
-    if layer.shape[1] % fmt.group_size:
+    if fmt.group_size is not None and layer.shape[1] % fmt.group_size:
         problems.append(f"{layer.name}: in_features {layer.shape[1]} is not a multiple of {fmt.name}'s group")
     for suffix, (wanted, shape) in expected.items():
         if suffix not in stored:
@@ -187,8 +221,8 @@ def _layer(
             )
         elif suffix == "weight_shape" and reader.get(stored[suffix]).tolist() != layer.shape:
             problems.append(f"{layer.name}.weight_shape: {reader.get(stored[suffix]).tolist()}, passport {layer.shape}")
-    problems += [f"{layer.name}.{s}: not a tensor of {fmt.name}" for s in sorted(stored.keys() - {*expected, "bias"})]
-    packed = sum(reader.nbytes(name) for suffix, name in stored.items() if suffix != "bias")
+    problems += [f"{layer.name}.{s}: not a tensor of {fmt.name}" for s in sorted(stored.keys() - expected.keys())]
+    packed = sum(map(reader.nbytes, stored.values()))
     return problems + _unequal(f"{layer.name} packed_bytes", layer.packed_bytes, packed, "the file")
 
 
@@ -222,19 +256,20 @@ def _fused(folder: Path, reader: ShardReader, passport: Passport) -> list[str]:
     return problems
 
 
-def _unquantized(reader: ShardReader, passport: Passport, scheme: Scheme | None) -> list[str]:
+def _unquantized(reader: ShardReader, passport: Passport, schemes: Schemes | None) -> list[str]:
     """No ignored module is quantized, and every matrix left unquantized is ignored.
 
     Engines expect packed weights in each Linear that `ignore` does not name. Embedding tables are no Linear.
     """
     quantized = {layer.name for layer in passport.quantization.layers}
+    stored = formats.quantized_layers(reader.keys())
     problems = []
     for module in sorted(set(passport.quantization.ignored)):
-        if module in quantized or f"{module}.{ledger.CODES}" in reader:
+        if module in quantized or module in stored:
             problems.append(f"{module}: in quantization.ignored, but its tensors are quantized")
-    if scheme is None:  # reported already; without `ignore` every matrix would seem wrong
+    if schemes is None:  # reported already; without `ignore` every matrix would seem wrong
         return problems
-    ignore, names = scheme[2], reader.keys()
+    ignore, names = schemes.ignore, reader.keys()
     for name in names:
         module, _, suffix = name.rpartition(".")
         matrix = suffix == "weight" and len(reader.shape(name)) == 2 and module not in quantized
@@ -255,7 +290,9 @@ def _numbers(reader: ShardReader, passport: Passport) -> list[str]:
     for name in names:
         layer, _, suffix = name.rpartition(".")
         if layer in quantized and suffix != "bias" and not suffix.endswith("scale"):
-            continue  # integers
+            if reader.dtype(name) == torch.float8_e4m3fn:
+                problems += _nan(name, reader.get(name))
+            continue  # integers otherwise
         tensor = reader.get(name)
         if layer in quantized and suffix != "bias":
             bad = _unusable(tensor)
@@ -267,6 +304,11 @@ def _numbers(reader: ShardReader, passport: Passport) -> list[str]:
         except CompressError as error:
             problems.append(str(error))
     return problems
+
+
+def _nan(name: str, codes: torch.Tensor) -> list[str]:
+    bad = int(codes.float().isnan().sum())
+    return [f"{name}: {bad} of {codes.numel()} weights are NaN"] if bad else []
 
 
 def _unusable(scale: torch.Tensor) -> int:

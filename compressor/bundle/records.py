@@ -26,6 +26,8 @@ Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Interval = Annotated[list[float], Field(min_length=2, max_length=2)]
 Settings = dict[str, JsonValue]
+Activations = Literal["16bit", "8bit", "4bit"]
+"""Bits of a linear's inputs; 16 stands for `target.dtype`."""
 
 
 class Record(BaseModel):
@@ -116,6 +118,8 @@ class Layer(Record):
     shape: Annotated[list[PositiveInt], Field(min_length=2, max_length=2)]
     """[out_features, in_features]"""
     format: str
+    activations: Activations | None = None
+    """Of its inputs; null: `quantization.activations`."""
     error: NonNegativeFloat | None = None
     """Relative squared output error tr(E H Eᵀ)/tr(W H Wᵀ) over the calibration inputs; without calibration, of the
     weight itself (H = 1). Before distillation, as `sqnr_db`."""
@@ -149,14 +153,16 @@ class Quantization(Record):
     """What was rounded, how, and with what error."""
 
     format: str
-    """Name that `compressor.formats.get` knows."""
+    """Name that `compressor.formats.get` knows; of layers without one of their own."""
     compression_format: str
     """`format` of config.json's quantization_config (compressed-tensors)."""
     bits: PositiveInt
-    group_size: PositiveInt
+    """Of `format`."""
+    group_size: PositiveInt | None
+    """Of `format`; null: one scale an output channel."""
     bits_per_weight: PositiveFloat
-    """Bits a quantized weight, local scales and zero points included."""
-    activations: Literal["16bit", "4bit"]
+    """Bits a quantized weight, the mean over `layers`; scales and zero points included, but for a single one a row."""
+    activations: Activations
     method: str
     settings: Settings = {}
     calibration: Calibration | None = None
@@ -164,6 +170,11 @@ class Quantization(Record):
     distillation: Distillation | None = None
     ignored: list[str]
     """Entries of config.json's `ignore`: linears left in `target.dtype`."""
+
+    @property
+    def formats(self) -> str:
+        """The formats of the layers, for a reader."""
+        return " + ".join(dict.fromkeys([self.format, *(layer.format for layer in self.layers)]))
 
 
 class Law(Record):
@@ -318,7 +329,7 @@ class Kernel(Record):
 
     layer_pattern: str
     kernel: str
-    path: Literal["native-fp4", "bf16-mma", "cpu-int4", "dequantized"]
+    path: Literal["native-fp4", "bf16-mma", "cpu-int4", "cpu-int8", "dequantized"]
     proof: str
 
 

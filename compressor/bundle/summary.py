@@ -31,7 +31,7 @@ def rows(passport: Passport) -> list[Row]:
             ratio(ledger.original_bytes, ledger.bundle_bytes),
         ),
         Row("Bits per weight, whole model", f"{before:.2f}", f"{after:.2f}", ratio(before, after)),
-        Row(f"Bits per weight, quantized linears ({quantization.format})", NONE, f"{quantization.bits_per_weight:g}"),
+        Row(f"Bits per weight, quantized linears ({quantization.formats})", NONE, f"{quantization.bits_per_weight:g}"),
     ]
     for quality in passport.outcomes.quality:
         name = f"{quality.metric.capitalize()}, {quality.name}"

@@ -11,7 +11,7 @@ import torch
 from compressor.checkpoint.config import CONFIG, read_config
 from compressor.checkpoint.reader import ShardReader
 from compressor.errors import CompressError, brief
-from compressor.formats.config import config_groups
+from compressor.formats.config import config_groups, find_target, target_names
 
 # Native multi-token-prediction modules that carry "mtp" in their names, up to the root of one module:
 # Qwen3-Next, Qwen3.5, Nemotron-H, DeepSeek-V4 (mtp.*); MiMo-7B (model.mtp_layers.i); MiMo-V2, LongCat
@@ -103,25 +103,35 @@ def _parameters(folder: Path, config: dict[str, Any], tensors: dict[str, TensorI
     """Weights that the tensors stand for."""
     weights = [name for name in tensors if not _AUXILIARY.fullmatch(name)]
     packed = [name for name in weights if _PACKED.fullmatch(name)]
-    bits = _packed_bits(folder / CONFIG, config, packed[0]) if packed else 0
+    bits = _packed_bits(folder / CONFIG, config, packed)
     return sum(
-        tensors[name].nbytes * 8 // bits if _PACKED.fullmatch(name) else math.prod(tensors[name].shape)
-        for name in weights
+        tensors[name].nbytes * 8 // bits[name] if name in bits else math.prod(tensors[name].shape) for name in weights
     )
 
 
-def _packed_bits(path: Path, config: dict[str, Any], name: str) -> int:
-    """Bits of one packed weight, as quantization_config states them; `name` is a tensor that needs them."""
+def _packed_bits(path: Path, config: dict[str, Any], packed: list[str]) -> dict[str, int]:
+    """Bits of one weight in each of the packed tensors, as quantization_config states them: of the group that a layer
+    belongs to, where they differ."""
+    if not packed:
+        return {}
     try:
         groups = config_groups(config.get("quantization_config") or {})
+        stated = [group["weights"].get("num_bits") for group in groups.values()]
+        if any(type(number) is not int or number < 1 for number in stated):
+            stated = []
+        if len(set(stated)) == 1:
+            return dict.fromkeys(packed, stated[0])
+        targets = target_names(groups) if stated else {}
+        found = {name: find_target(name.rpartition(".")[0], targets) for name in packed}
     except CompressError as error:
         raise CompressError(f"{path}: {error}") from None
-    bits = [group["weights"].get("num_bits") for group in groups.values()]
-    if not bits or any(type(number) is not int or number < 1 or number != bits[0] for number in bits):
-        raise CompressError(
-            f"{path}: {name!r} is packed, but quantization_config states no single num_bits ({brief(bits)})"
-        )
-    return bits[0]
+    for name, group in found.items():
+        if group is None:
+            bits = [group["weights"].get("num_bits") for group in groups.values()]
+            raise CompressError(
+                f"{path}: {name!r} is packed, but quantization_config states no num_bits for it ({brief(bits)})"
+            )
+    return {name: group["weights"]["num_bits"] for name, group in found.items() if group is not None}
 
 
 def _mtp_modules(folder: Path, config: dict[str, Any], names: list[str]) -> list[str]:

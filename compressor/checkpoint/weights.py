@@ -7,7 +7,8 @@ import torch
 from compressor.checkpoint.config import CONFIG, read_config
 from compressor.checkpoint.reader import ShardReader, check_finite
 from compressor.errors import CompressError
-from compressor.formats.config import format_from_config
+from compressor.formats import Scheme, quantized_layers
+from compressor.formats.config import schemes_from_config
 
 
 class Weights:
@@ -16,27 +17,27 @@ class Weights:
     Args:
         folder: config.json and safetensors shards.
 
-    `packed` maps each quantized layer's name to its on-disk suffixes (``weight_packed``, ``weight_scale`` …).
+    `packed` maps each quantized layer's name to its on-disk suffixes (``weight_packed``, ``weight_scale`` …), `schemes`
+    to how it is stored and run.
     """
 
     def __init__(self, folder: Path):
         self.folder = Path(folder)
         self.reader = ShardReader(self.folder)
         quantization = read_config(self.folder).get("quantization_config")
-        self.format, self.quantized_activations, self.packed = None, False, {}
+        self.packed: dict[str, list[str]] = {}
+        self.schemes: dict[str, Scheme] = {}
         if quantization is not None:
+            self.packed = quantized_layers(self.reader.keys())
             try:
-                self.format, self.quantized_activations, _ = format_from_config(quantization)
+                found = schemes_from_config(quantization)
+                for layer in self.packed:
+                    scheme = found.of(layer)
+                    if scheme is None:
+                        raise CompressError(f"quantization_config: no target names '{layer}', which is quantized")
+                    self.schemes[layer] = scheme
             except CompressError as error:
                 raise CompressError(f"{self.folder / CONFIG}: {error}") from None
-            keys = self.reader.keys()
-            layers = [k.removesuffix(".weight_packed") for k in keys if k.endswith(".weight_packed")]
-            suffixes: dict[str, list[str]] = {layer: [] for layer in layers}
-            for key in keys:
-                layer, _, suffix = key.rpartition(".")
-                if layer in suffixes and suffix != "bias":
-                    suffixes[layer].append(suffix)
-            self.packed = suffixes
 
     def layer_tensors(self, layer: str) -> dict[str, torch.Tensor]:
         """On-disk tensors of one packed layer, by suffix."""
@@ -49,8 +50,7 @@ class Weights:
         """
         layer, _, leaf = name.rpartition(".")
         if leaf == "weight" and layer in self.packed:
-            assert self.format is not None
-            return self.format.decode(self.layer_tensors(layer))
+            return self.schemes[layer].fmt.decode(self.layer_tensors(layer))
         tensor = self.reader.get(name)
         check_finite(name, tensor, self.reader.file_of(name))
         return tensor

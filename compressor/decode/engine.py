@@ -25,8 +25,8 @@ def load(folder: str | Path, *, dtype: torch.dtype = torch.bfloat16, kernel: str
 
     Unquantized tensors are mapped from the files (copied only where `dtype` differs from the stored one); a
     compressed-tensors linear becomes a `PackedLinear`, whose `path`, `kernel` and `proof` say what runs it. `kernel`
-    is "auto", "cpu-int4" or "dequantized" (see `PackedLinear`); with a W4A4 checkpoint the inputs of the quantized
-    linears are rounded as the engine would. generation_config.json, if there, sets `model.generation_config`.
+    is "auto", "cpu-int4" or "dequantized" (see `PackedLinear`); the inputs of linears that the checkpoint says are W4A4
+    or W8A8 are rounded as the engine would. generation_config.json, if there, sets `model.generation_config`.
 
     Raises CompressError naming the file or tensor for anything missing, unexpected, misshapen or not finite: a tensor
     that the model class does not use is an error too, unless it belongs to an MTP module or the class itself says that
@@ -38,7 +38,7 @@ def load(folder: str | Path, *, dtype: torch.dtype = torch.bfloat16, kernel: str
     weights = Weights(folder)
     model = skeleton.build(config, dtype)
     mtp = set(Inventory.read(folder).mtp_tensors())  # modules beside the model, for whoever proposes with them
-    packed = {layer: suffixes for layer, suffixes in weights.packed.items() if f"{layer}.weight_packed" not in mtp}
+    packed = {name: found for name, found in weights.packed.items() if f"{name}.{found[0]}" not in mtp}
     for layer in packed:
         model.set_submodule(layer, _packed_linear(model, layer, weights, dtype, kernel))
     used = _fill(model, weights, dtype) | mtp
@@ -77,14 +77,15 @@ def _packed_linear(model: nn.Module, layer: str, weights: Weights, dtype: torch.
     if not isinstance(dense, nn.Linear):
         raise CompressError(f"{weights.folder}: '{layer}' is packed, but the model has no linear of that name")
     bias = weights.get(f"{layer}.bias") if dense.bias is not None else None
+    scheme = weights.schemes[layer]
     try:
         packed = PackedLinear(
-            weights.format,
+            scheme.fmt,
             weights.layer_tensors(layer),
             bias=bias,
             dtype=dtype,
             kernel=kernel,
-            activations=weights.quantized_activations,
+            activations=scheme.rounds_inputs,
         )
     except CompressError as error:
         raise type(error)(f"{weights.folder}: {layer}: {error}") from None

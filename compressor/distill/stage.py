@@ -47,7 +47,7 @@ def distill(state: Run) -> None:
     wanted = last_states(original, ids, size, state.ui)
     student.embed(ids[:1])  # for the blocks' masks and positions
     blocks = [_open(state, student, index) for index in range(len(student))]
-    training, held_out = split(len(ids), settings.held_out)
+    training, held_out = range(len(ids) - settings.held_out), range(len(ids) - settings.held_out, len(ids))
     schedule = Schedule(
         steps=settings.steps,
         rows=min(settings.rows, len(training)),
@@ -67,13 +67,6 @@ def distill(state: Run) -> None:
     record["seconds"] = round(time.monotonic() - started, 1)
     state.job.finish(STAGE, record)
     state.job.path(CHECKPOINT).unlink(missing_ok=True)
-
-
-def split(rows: int, held_out: int) -> tuple[range, range]:
-    """Rows to train on, and the last ones, set aside. Raises CompressError where none is left to train on."""
-    if rows <= held_out:
-        raise CompressError(f"distillation.held_out: {held_out} of {rows} calibration rows; at least one must be left")
-    return range(rows - held_out), range(rows - held_out, rows)
 
 
 def parts(state: Run) -> list[Path]:
@@ -109,13 +102,13 @@ def _open(state: Run, stream: BlockStream, index: int) -> Block:
     layer = stream.layers[index]
     stored = read(state.job.block_file(index))
     learned, used = {}, set()
-    for name in (name for group in groups for name in group.names):
+    for name, scheme in [(name, group.scheme) for group in groups for name in group.names]:
         keys = [key for key in stored if key.startswith(f"{prefix}{name}.") and not key.endswith(".bias")]
         tensors = {key.removeprefix(f"{prefix}{name}."): stored[key] for key in keys}
-        learned[name] = LearnedScales(state.fmt, tensors, search=state.recipe.quantization.scale_search)
+        learned[name] = LearnedScales(scheme.fmt, tensors, search=state.recipe.quantization.scale_search)
         used.update(keys)
-        if state.recipe.quantization.activations == "4bit":
-            emulate_activations(layer.get_submodule(name), state.fmt, tensors.get("input_global_scale"))
+        if scheme.rounds_inputs:
+            emulate_activations(layer.get_submodule(name), scheme.fmt, tensors.get("input_global_scale"))
     others = {key.removeprefix(prefix): value for key, value in stored.items() if key not in used}
     return Block(layer, stream.recorders[index].arguments, learned, others, state.dtype)
 

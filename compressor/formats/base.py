@@ -5,6 +5,7 @@ scales), `round`/`fake_quantize` (choose the codes) and `pack` (the tensors on d
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,10 @@ from torch import Tensor
 from compressor.errors import CompressError, UsageError
 
 SEARCHES = ("none", "mse")
+SCALE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""Of scales that have the dtype of the weight; the last of them stands in for any other."""
+CODES = ("weight_packed", "weight")
+"""Suffixes that a quantized linear's codes have on disk, several to an element or one."""
 _GROUP_SIZES = (128, 64, 32, 16)
 
 
@@ -21,8 +26,9 @@ class Grid:
     """Everything about a quantized weight [out, in] except its codes.
 
     step: float32 [out, in / group], the multiplier a decoder computes from the stored tensors, bit for bit;
-    value = (level(code) − zero) · step. zero: float32 [out, in / group], whole numbers; None where the format is
-    symmetric. stored: the scale tensors as on disk by suffix; a zero point is still unpacked: int8 [out, in / group].
+    value = (level(code) − zero) · step. A group is an equal part of a row, at most the whole row, and several rows may
+    share a scale. zero: float32 [out, in / group], whole numbers; None where the format is symmetric. stored: the scale
+    tensors as on disk by suffix; a zero point is still unpacked: int8 [out, in / group].
     """
 
     step: Tensor
@@ -31,23 +37,30 @@ class Grid:
 
 
 class Format(ABC):
-    """One number format and its packed layout in compressed-tensors."""
+    """One number format and its layout on disk in compressed-tensors. `group_size` None: one scale a row."""
 
     name: str
-    group_size: int
+    group_size: int | None
     bits: int
-    bits_per_weight: float  # scales included
+    bits_per_weight: float  # scales included, but for a single one a row
     compression_format: str
+
+    def for_inputs(self, rounded: bool) -> "Format":
+        """This format in the layout that engines run beside inputs that are rounded too, or are not."""
+        return self
 
     def check(self, in_features: int, layer: str) -> None:
         """Raise CompressError when a layer with this many inputs does not divide into whole groups."""
-        if in_features % self.group_size:
-            fitting = next((g for g in _GROUP_SIZES if g < self.group_size and in_features % g == 0), None)
+        if self.group_size is not None and in_features % self.group_size:
+            fitting = next((g for g in _GROUP_SIZES if g < self.group_size and not in_features % g), None)
             remedy = f"a format with groups of {fitting}" if fitting else "another format"
             raise CompressError(
                 f"{layer}: in_features {in_features} is not a multiple of {self.name}'s group of {self.group_size}; "
                 f"choose {remedy} or add the layer to quantization.ignore"
             )
+
+    def check_fused(self, out_features: Sequence[int], layer: str) -> None:  # noqa: B027 - most formats do not care
+        """Raise CompressError where parts with so many outputs, in this order, cannot be fused as engines do."""
 
     @abstractmethod
     def grid(
@@ -62,8 +75,8 @@ class Format(ABC):
 
         search "none": the format's standard rule. "mse": per group, the stored scale with the least squared error,
         weighted by `importance` (float [in], ≥ 0: e.g. the diagonal of the layer's Hessian) if given, among scales
-        that make every weight exact in bfloat16 (asymmetric integers, and integers of weights in another dtype
-        excepted: see the format). global_scale: float32 [1] shared by parts that engines fuse; formats without one
+        that make every weight exact in bfloat16 (asymmetric and 8-bit integers, and weights in another dtype excepted:
+        see the format). global_scale: float32 [1] shared by parts that engines fuse; formats without one
         refuse it.
         Raises CompressError for NaN or Inf in the weight, UsageError for an unknown search.
         """
@@ -100,7 +113,7 @@ class Format(ABC):
     def encode(self, weight: Tensor, **grid_options) -> dict[str, Tensor]:
         """Round-to-nearest: exactly the tensors written to disk, by suffix. Options are those of `grid`."""
         grid = self.grid(weight, **grid_options)
-        groups = weight.detach().float().unflatten(1, (-1, self.group_size))
+        groups = weight.detach().float().unflatten(1, (grid.step.shape[1], -1))
         zero = None if grid.zero is None else grid.zero[..., None]
         return self.pack(self.round(groups, grid.step[..., None], zero).flatten(1), grid)
 
@@ -108,7 +121,7 @@ class Format(ABC):
         """Tensors by suffix → float32 [out, in]."""
         codes, grid = self.unpack(tensors)
         zero = None if grid.zero is None else grid.zero[..., None]
-        return self.value(codes.unflatten(1, (-1, self.group_size)), grid.step[..., None], zero).flatten(1)
+        return self.value(codes.unflatten(1, (grid.step.shape[1], -1)), grid.step[..., None], zero).flatten(1)
 
     def global_scale(self, weights: list[Tensor], *, search: str = "none") -> Tensor | None:
         """float32 [1] to share among parts that engines fuse (q/k/v, gate/up), by the rule that `grid` follows for
@@ -120,25 +133,32 @@ class Format(ABC):
         """compressed-tensors QuantizationArgs fields for `config_groups.*.weights`."""
 
     def activations_config(self) -> dict | None:
-        """QuantizationArgs fields for 4-bit `input_activations`; None where the format has no such scheme."""
+        """QuantizationArgs fields for rounded `input_activations`; None where the format has no such scheme."""
         return None
 
     def input_global_scale(self, amax: Tensor | float) -> Tensor | None:
-        """float32 [1] stored beside a W4A4 weight, from the largest calibrated input; None where not needed."""
+        """float32 [1] stored beside a weight with rounded inputs, from the largest calibrated one; None where not
+        needed."""
         return None
 
     def fake_quantize_activation(self, x: Tensor, input_global_scale: Tensor | None = None) -> Tensor:
-        """`x` [..., in] as the engine's W4A4 kernel sees it, in x's dtype."""
-        raise UsageError(f"{self.name} has no 4-bit activations; set quantization.activations to 16bit")
+        """`x` [..., in] as the engine's kernel for rounded inputs sees it, in x's dtype."""
+        raise UsageError(f"{self.name} has no rounded activations; set quantization.activations to 16bit")
 
-    def _groups(self, weight: Tensor, search: str) -> Tensor:
-        """Validated float32 view [out, in / group, group] of a weight."""
+    def _groups(self, weight: Tensor, search: str, global_scale: Tensor | None = None) -> Tensor:
+        """Validated float32 view [out, in / group, group] of a weight. `global_scale`: refused."""
+        if global_scale is not None:
+            raise CompressError(f"{self.name} has no global scale")
         if search not in SEARCHES:
             raise UsageError(f"scale_search: {search!r} is not one of {', '.join(SEARCHES)}")
         if weight.dim() != 2 or not weight.is_floating_point():
             raise CompressError(f"{self.name}: needs a float [out, in] weight, not {weight.dtype} {[*weight.shape]}")
         self.check(weight.shape[1], "weight")
-        return weight.detach().float().unflatten(1, (-1, self.group_size))
+        return weight.detach().float().unflatten(1, (-1, self.group_size or weight.shape[1]))
+
+    def _scale_dtype(self, weight: Tensor) -> torch.dtype:
+        """Of scales that are stored in the weight's own dtype."""
+        return weight.dtype if weight.dtype in SCALE_DTYPES else SCALE_DTYPES[-1]
 
     def _finite(self, extreme: Tensor) -> Tensor:
         """`extreme` (largest magnitudes: NaN and Inf propagate into them) after checking that it is finite."""
@@ -146,6 +166,17 @@ class Format(ABC):
             bad = int((~extreme.isfinite()).sum())
             raise CompressError(f"{self.name}: the weight holds NaN or Inf in {bad} of {extreme.numel()} groups")
         return extreme
+
+
+def quantized_layers(names: Iterable[str]) -> dict[str, list[str]]:
+    """The quantized linears among stored tensors, by what they alone have: packed codes or a scale of the weight. The
+    suffixes of each, `bias` left out."""
+    suffixes: dict[str, list[str]] = {}
+    for name in names:
+        layer, _, suffix = name.rpartition(".")
+        if suffix != "bias":
+            suffixes.setdefault(layer, []).append(suffix)
+    return {layer: found for layer, found in suffixes.items() if {CODES[0], "weight_scale"} & {*found}}
 
 
 def take(tensors: dict[str, Tensor], suffix: str, dtypes: tuple[torch.dtype, ...], dims: int) -> Tensor:

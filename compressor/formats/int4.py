@@ -11,14 +11,12 @@ costs about 1.5 % of squared error; 8 bits would save it.
 import torch
 from torch import Tensor
 
-from compressor.errors import CompressError
-from compressor.formats.base import Format, Grid, expect_shape, take
+from compressor.formats.base import SCALE_DTYPES, Format, Grid, expect_shape, take
 from compressor.formats.grids import pack_nibbles, significant, unpack_nibbles
 from compressor.formats.search import best_integer_grid, group_importance
 
 _LOW, _HIGH = -8, 7
 _EXACT_BITS = 5
-_SCALE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def pack_to_int32(codes: Tensor, bits: int) -> Tensor:
@@ -39,6 +37,7 @@ class Int4(Format):
     """INT4 with one scale (and, if not symmetric, one zero point) for each `group_size` inputs."""
 
     GROUP_SIZES = (32, 64, 128)
+    group_size: int
     bits = 4
     compression_format = "pack-quantized"
 
@@ -57,10 +56,8 @@ class Int4(Format):
         global_scale: Tensor | None = None,
     ) -> Grid:
         """See `Format.grid`. Standard rule (compressed-tensors): amax / 7.5, or (max − min) / 15 with zero in range."""
-        if global_scale is not None:
-            raise CompressError(f"{self.name} has no global scale")
-        groups = self._groups(weight, search)
-        dtype = weight.dtype if weight.dtype in _SCALE_DTYPES else torch.float32
+        groups = self._groups(weight, search, global_scale)
+        dtype = self._scale_dtype(weight)
         # a group of zeros, or one whose scale underflows its dtype, takes the dtype's epsilon (compressed-tensors)
         epsilon = torch.finfo(dtype).eps
 
@@ -131,7 +128,7 @@ class Int4(Format):
     def unpack(self, tensors: dict[str, Tensor]) -> tuple[Tensor, Grid]:
         """See `Format.unpack`."""
         words = take(tensors, "weight_packed", (torch.int32,), 2)
-        scale = take(tensors, "weight_scale", _SCALE_DTYPES, 2)
+        scale = take(tensors, "weight_scale", SCALE_DTYPES, 2)
         rows, cols = take(tensors, "weight_shape", (torch.int64,), 1).tolist()
         self.check(cols, "weight_shape")
         expect_shape(tensors, "weight_packed", (rows, -(-cols // 8)))

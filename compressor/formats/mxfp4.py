@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from compressor.errors import CompressError, UsageError
+from compressor.errors import UsageError
 from compressor.formats.base import Grid, expect_shape, take
 from compressor.formats.fp4 import Fp4
 from compressor.formats.grids import EXPONENT_RULES, decode_e8m0, mx_exponent, pack_nibbles, unpack_nibbles
@@ -35,9 +35,7 @@ class Mxfp4(Fp4):
         global_scale: Tensor | None = None,
     ) -> Grid:
         """See `Format.grid`. Standard rule: the exponent rule of this format. A block of zeros gets 2^-127."""
-        if global_scale is not None:
-            raise CompressError("mxfp4 has no global scale")
-        groups = self._groups(weight, search)
+        groups = self._groups(weight, search, global_scale)
         codes = mx_exponent(self._finite(groups.abs().amax(-1)), self.exponent_rule)
         if search == "mse":
             candidates = [(codes.int() + d).clamp_(0, 254).to(torch.uint8) for d in SEARCH_OFFSETS]

@@ -5,7 +5,7 @@ of times, so rows are taken in chunks that stay in the processor's cache; chunks
 threads. A chunk is also small enough for PyTorch not to split its operations, which would cost more than they do.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -65,6 +65,7 @@ def best_integer_grid(
     grid: IntegerGrid,
     bounds: tuple[int, int],
     store: Callable[[Tensor], Tensor],
+    ratios: Sequence[float] = INTEGER_RATIOS,
 ) -> IntegerGrid:
     """Scale (and zero point) of each group of an integer grid, starting from the standard one; [out, G] float32.
 
@@ -76,7 +77,7 @@ def best_integer_grid(
     def search(rows: slice) -> IntegerGrid:
         x = groups[rows]
         step, zero = grid[0][rows], None if grid[1] is None else grid[1][rows]
-        found = _fit_codes(x, importance, (step, zero), bounds)
+        found = _fit_codes(x, importance, (step, zero), bounds, ratios)
         once = (store(found[0]), found[1])
         twice = (store(_refit(x, importance, once, bounds)), once[1])
         least = _integer_error(x, importance, (step, zero), bounds)
@@ -133,7 +134,9 @@ def _refit(x: Tensor, h: Tensor | None, grid: IntegerGrid, bounds: tuple[int, in
     return torch.where(energy > 0, cross / energy.clamp(min=_TINY), grid[0])
 
 
-def _fit_codes(x: Tensor, h: Tensor | None, grid: IntegerGrid, bounds: tuple[int, int]) -> IntegerGrid:
+def _fit_codes(
+    x: Tensor, h: Tensor | None, grid: IntegerGrid, bounds: tuple[int, int], ratios: Sequence[float]
+) -> IntegerGrid:
     """The fitted scale and the zero point whose codes explain most of Σ h·x².
 
     The zero points beside the one that centres the range are tried at every other ratio: their optimum is as flat.
@@ -141,7 +144,7 @@ def _fit_codes(x: Tensor, h: Tensor | None, grid: IntegerGrid, bounds: tuple[int
     best_step, best_zero = grid
     explained = torch.zeros_like(best_step)
     middle = None if best_zero is None else (x.amax(-1) + x.amin(-1)) / 2
-    for index, ratio in enumerate(INTEGER_RATIOS):
+    for index, ratio in enumerate(ratios):
         step = grid[0] * ratio
         centre = None if middle is None else (sum(bounds) / 2 - middle / step).round_()
         for shift in (0, -1, 1) if centre is not None and index % 2 else (0,):

@@ -83,7 +83,7 @@ class _StraightThrough(torch.autograd.Function):
 
 
 def emulate_activations(linear: nn.Module, fmt: Format, input_global_scale: torch.Tensor | None) -> RemovableHandle:
-    """Round the inputs of `linear` as a W4A4 engine would, until the returned handle is removed."""
+    """Round the inputs of `linear` as a W4A4 or W8A8 engine would, until the returned handle is removed."""
 
     def hook(module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor]:
         with torch.no_grad():

@@ -87,16 +87,15 @@ class BlockStream:
 
     @contextmanager
     def block(self, index: int) -> Iterator[nn.Module]:
-        """Block `index` with its weights (and, for a W4A4 checkpoint, its input rounding); freed on exit."""
+        """Block `index` with its weights (and, for W4A4 and W8A8 linears, their input rounding); freed on exit."""
         layer, prefix = self.layers[index], self.family.block(index)
         skeleton.fill(layer, prefix, self.weights.get, self.dtype)
         hooks = []
-        if self.weights.quantized_activations and self.weights.format is not None:
-            for name in self.weights.packed:
-                if name.startswith(prefix):
-                    scale = self.weights.layer_tensors(name).get("input_global_scale")
-                    linear = layer.get_submodule(name.removeprefix(prefix))
-                    hooks.append(skeleton.emulate_activations(linear, self.weights.format, scale))
+        for name, scheme in self.weights.schemes.items():
+            if name.startswith(prefix) and scheme.rounds_inputs:
+                scale = self.weights.layer_tensors(name).get("input_global_scale")
+                linear = layer.get_submodule(name.removeprefix(prefix))
+                hooks.append(skeleton.emulate_activations(linear, scheme.fmt, scale))
         try:
             yield layer
         finally:

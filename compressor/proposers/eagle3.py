@@ -17,7 +17,6 @@ from compressor.decode.layers import Attention, GatedMLP, Norm
 from compressor.decode.linear import Linear
 from compressor.errors import CompressError, brief
 from compressor.formats import Format
-from compressor.formats.channel import Channel
 from compressor.formats.config import head_format_from_config
 from compressor.models import skeleton
 from compressor.proposers.drafting import check_branching
@@ -43,7 +42,7 @@ class Settings:
     norm_output: bool
     logit_scale: float
     target_hidden_size: int
-    fmt: Format | Channel | None
+    fmt: Format | None
 
 
 class Eagle3Proposer:
@@ -203,7 +202,7 @@ def _ids(path: Path, ids: Any) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _format(path: Path, raw: dict[str, Any]) -> Format | Channel | None:
+def _format(path: Path, raw: dict[str, Any]) -> Format | None:
     section = raw.get("quantization_config")
     if section is None:
         return None

@@ -13,13 +13,11 @@ from torch import Tensor, nn
 from compressor.checkpoint.reader import ShardReader, check_finite
 from compressor.decode.engine import LEGACY_BUFFERS
 from compressor.errors import CompressError, brief
-from compressor.formats import Format
-from compressor.formats.channel import Channel
+from compressor.formats import CODES, Format
 from compressor.kernels import quantized
 
-CHANNEL_SUFFIXES = ("weight", "weight_scale")
-GROUP_SUFFIXES = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_global_scale")
-"""Tensors of a quantized linear on disk, in formats of 8 and of 4 bits."""
+BESIDE_CODES = ("weight_scale", "weight_shape", "weight_zero_point", "weight_global_scale")
+"""Tensors that a quantized linear may have on disk beside its codes."""
 
 
 def logit_scale(path: Path, config: dict[str, Any]) -> float:
@@ -49,7 +47,7 @@ class Tensors:
         dtype: torch.dtype,
         device: torch.device,
         rename: Callable[[str], str] = str,
-        fmt: Format | Channel | None = None,
+        fmt: Format | None = None,
     ) -> None:
         self.folder, self._get, self._dtype, self._device, self._fmt = folder, get, dtype, device, fmt
         self._stored: dict[str, str] = {}
@@ -69,7 +67,7 @@ class Tensors:
         dtype: torch.dtype,
         device: torch.device,
         rename: Callable[[str], str] = str,
-        fmt: Format | Channel | None = None,
+        fmt: Format | None = None,
     ) -> "Tensors":
         """All tensors of a checkpoint folder."""
         reader = ShardReader(folder)
@@ -146,8 +144,9 @@ class Tensors:
                 "quantization_config that says how to read it"
             )
         own = self.take(f"{name}.bias", shape[:1]) if bias else None
-        own_suffixes = CHANNEL_SUFFIXES if isinstance(self._fmt, Channel) else GROUP_SUFFIXES
-        tensors = {suffix: self.raw(f"{name}.{suffix}") for suffix in own_suffixes if f"{name}.{suffix}" in self}
+        codes = next((suffix for suffix in CODES if f"{name}.{suffix}" in self), CODES[0])
+        suffixes = [suffix for suffix in (codes, *BESIDE_CODES) if f"{name}.{suffix}" in self]
+        tensors = {suffix: self.raw(f"{name}.{suffix}") for suffix in suffixes}
         try:
             layer, found = quantized.linear(self._fmt, tensors, own, dtype=self._dtype, device=self._device)
         except CompressError as error:

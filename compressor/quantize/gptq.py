@@ -131,7 +131,7 @@ def solve(
     w[factor.dead[order]] = 0
     steps = step.T.contiguous().unbind()
     zeros = None if zero is None else zero.T.contiguous().unbind()
-    group_of = (order // fmt.group_size).tolist()
+    group_of = (order // (len(order) // step.shape[1])).tolist()
     scaled = u / u.diagonal()[:, None]
     result, errors = torch.empty_like(w), torch.empty_like(w)
     columns, values, left = w.unbind(), result.unbind(), errors.unbind()  # views, made once
@@ -196,7 +196,7 @@ def asymmetric_goals(
 def _codes(values: Tensor, fmt: Format, grid: Grid) -> Tensor:
     """Codes [out, in] of values that lie on `grid`."""
     zero = None if grid.zero is None else grid.zero[..., None]
-    return fmt.round(values.unflatten(1, (-1, fmt.group_size)), grid.step[..., None], zero).flatten(1)
+    return fmt.round(values.unflatten(1, (grid.step.shape[1], -1)), grid.step[..., None], zero).flatten(1)
 
 
 def _refitted(

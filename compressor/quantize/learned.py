@@ -40,7 +40,7 @@ class LearnedScales:
         tensors: the linear as it was quantized, on-disk tensors by suffix. Its codes stay.
         search: how its scales were chosen, which decides what a scale may be (`Format.storable`).
 
-    gain: float32 [out, in / group], each step relative to that of `tensors`, before it is rounded to what the format
+    gain: float32 [out, groups], each step relative to that of `tensors`, before it is rounded to what the format
     stores.
     """
 
@@ -53,7 +53,7 @@ class LearnedScales:
 
     def _levels(self) -> Tensor:
         zero = None if self.grid.zero is None else self.grid.zero[..., None]
-        return self.fmt.value(self.codes.unflatten(1, (-1, self.fmt.group_size)), torch.ones(1), zero)
+        return self.fmt.value(self.codes.unflatten(1, (self.gain.shape[1], -1)), torch.ones(1), zero)
 
     def _grid(self) -> Grid:
         step = self.fmt.storable(self.grid.step * self.gain, self.grid, search=self.search)
@@ -66,7 +66,7 @@ class LearnedScales:
     def update(self, grad: Tensor, rate: float) -> None:
         """Move every scale by about the share `rate` of itself against `grad` [out, in], the loss's gradient with
         respect to the weight."""
-        groups = grad.float().unflatten(1, (-1, self.fmt.group_size))
+        groups = grad.float().unflatten(1, (self.gain.shape[1], -1))
         self.moments.step(self.gain, torch.linalg.vecdot(groups, self._levels()).mul_(self.grid.step), rate)
 
     def tensors(self) -> dict[str, Tensor]:

@@ -64,6 +64,8 @@ def quantize_shared(
             raise CompressError(f"{name}: the weight holds NaN or Inf")
         if hessian is not None and hessian.shape[0] != weight.shape[1]:
             raise CompressError(f"{name}: {weight.shape[1]} inputs, but a Hessian of {hessian.shape[0]}")
+    if fused:
+        fmt.check_fused([len(weight) for weight in weights], names[0])
     started = time.perf_counter()
     if method == "gptq" and hessian is not None:
         encoded, stats = gptq_together(

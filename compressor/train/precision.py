@@ -16,7 +16,6 @@ from compressor.checkpoint.reader import SINGLE_NAME, ShardReader, check_finite
 from compressor.decode.decoder import Decoder
 from compressor.errors import CompressError, UsageError, naming
 from compressor.formats import Format
-from compressor.formats.channel import FORMATS, Channel
 from compressor.formats.config import HEAD_LINEARS, quantization_config
 from compressor.proposers.eagle3 import read_settings
 from compressor.recipe_training import LOWER
@@ -43,9 +42,9 @@ def lower(head: Path, out: Path, to: str) -> None:
                 tensors[name] = tensor
                 continue
             check_finite(name, tensor, head / reader.file_of(name))
-            found = fmt.encode(tensor, search="mse") if isinstance(fmt, Format) else fmt.encode(tensor)
+            found = fmt.encode(tensor, search="mse")
             tensors |= {name.removesuffix("weight") + suffix: value for suffix, value in found.items()}
-    section = quantization_config(fmt, activations=isinstance(fmt, Channel), ignore=[], targets=HEAD_LINEARS)
+    section = quantization_config(fmt, activations=fmt.bits == 8, ignore=[], targets=HEAD_LINEARS)
     writer.save_atomic(out / SINGLE_NAME, tensors, {"format": "pt"})
     with naming(out / CONFIG):
         (out / CONFIG).write_text(json.dumps({**config, "quantization_config": section}, indent=2) + "\n")
@@ -54,7 +53,7 @@ def lower(head: Path, out: Path, to: str) -> None:
             shutil.copyfile(file, out / file.name)
 
 
-def refuse_unfit(head: Path, to: str) -> Format | Channel:
+def refuse_unfit(head: Path, to: str) -> Format:
     """The format `to`. Raises UsageError for an unknown one, for a head that is quantized already, and where the
     format's groups do not divide a linear's inputs."""
     if read_settings(head).fmt is not None:
@@ -65,15 +64,13 @@ def refuse_unfit(head: Path, to: str) -> Format | Channel:
     return fitting(to, widths, str(head))
 
 
-def fitting(to: str, widths: Mapping[str, int], head: str) -> Format | Channel:
+def fitting(to: str, widths: Mapping[str, int], head: str) -> Format:
     """The format `to` for linears with so many inputs, by name. Errors as `refuse_unfit`."""
     if to not in LOWER:
         raise UsageError(f"precision: {to!r} is not one of {', '.join(LOWER)}")
-    if to in FORMATS:
-        return FORMATS[to]
     fmt = formats.get(to)
     for name, width in widths.items():
-        if width % fmt.group_size:
+        if fmt.group_size is not None and width % fmt.group_size:
             raise UsageError(f"{head}: {name} has {width} inputs, which groups of {to} do not divide; take another")
     return fmt
 

@@ -9,15 +9,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from compressor import formats
 from compressor.checkpoint import writer
 from compressor.decode.decoder import FINAL, Decoder
 from compressor.decode.reading import batches_of, pieces
 from compressor.errors import CompressError
-from compressor.formats.channel import FORMATS
 from compressor.ui import UI
 
 DTYPE = torch.bfloat16
-FP8 = FORMATS["fp8"]
+FP8 = formats.get("fp8")
 SHARD_TOKENS = 65536
 READ_TOKENS = 4096
 """Tokens that the target reads in one pass."""

@@ -99,7 +99,7 @@ def passport_fields(
             "bits": fmt.bits,
             "group_size": fmt.group_size,
             "bits_per_weight": fmt.bits_per_weight,
-            "activations": "4bit" if activations else "16bit",
+            "activations": formats.Scheme(fmt, activations).activations,
             "method": "rtn",
             "calibration": {"digest": "1" * 64, "kind": "self", "rows": 8, "length": 64},
             "layers": layers,
@@ -145,7 +145,7 @@ def _matrix(layer: str) -> str:
 
 def build(root: Path, name: str, private_key: Path, *, activations: bool = False, seed: int = 0) -> Path:
     """Encode, shard, describe and sign; returns the bundle's folder."""
-    fmt, original = formats.get(name), random_llama(seed)
+    fmt, original = formats.get(name).for_inputs(activations), random_llama(seed)
     source, folder = root / "source", root / "bundle"
     source.mkdir(parents=True)
     folder.mkdir()

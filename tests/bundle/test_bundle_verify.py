@@ -23,6 +23,10 @@ Q_PROJ = "model.layers.0.self_attn.q_proj"
         ("nvfp4", True),
         ("mxfp4", False),
         ("mxfp4", True),
+        ("int8", False),
+        ("int8", True),
+        ("fp8", False),
+        ("fp8", True),
     ],
 )
 def test_an_intact_bundle_passes(built, keys, name, activations):
@@ -282,17 +286,18 @@ class TestSignedFilesThatDisagree:
 
     @staticmethod
     def edit_tensor(folder, name: str, change) -> None:
-        for shard in SHARDS:
-            tensors = load_file(folder / shard)
+        for shard in sorted(folder.glob("*.safetensors")):
+            tensors = load_file(shard)
             if name in tensors:
                 tensors[name] = change(tensors[name])
-                save_file({k: v for k, v in tensors.items() if v is not None}, folder / shard, {"format": "pt"})
+                save_file({k: v for k, v in tensors.items() if v is not None}, shard, {"format": "pt"})
 
     @pytest.mark.parametrize(
         ("format_name", "value"),
         [
             *(("int4-g32", value) for value in (0.0, -1.0, float("nan"), float("inf"))),
             *(("nvfp4", value) for value in (0.0, -1.0, float("nan"))),  # E4M3 has no infinity
+            *(("fp8", value) for value in (0.0, float("inf"))),
         ],
     )
     def test_a_scale_that_cannot_be_used(self, built, keys, refusal, tmp_path, value, format_name):
@@ -300,7 +305,7 @@ class TestSignedFilesThatDisagree:
 
         def spoil(scale):
             wide = scale.float()
-            wide[3, 1] = value
+            wide[3, -1] = value
             return wide.to(scale.dtype)
 
         self.edit_tensor(folder, f"{Q_PROJ}.weight_scale", spoil)
@@ -318,6 +323,13 @@ class TestSignedFilesThatDisagree:
         self.edit_tensor(folder, f"{Q_PROJ}.weight_scale", lambda scale: torch.full_like(scale, 255))
         signing.sign(folder, keys[0])
         assert f"{Q_PROJ}.weight_scale: 128 of 128 scales" in refusal(folder)
+
+    def test_the_nan_of_e4m3(self, built, keys, refusal, tmp_path):
+        folder = shutil.copytree(built("fp8"), tmp_path / "bundle")
+        spoilt = torch.full((64, 64), 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn)
+        self.edit_tensor(folder, f"{Q_PROJ}.weight", lambda weight: spoilt)
+        signing.sign(folder, keys[0])
+        assert f"{Q_PROJ}.weight: 4096 of 4096 weights are NaN" in refusal(folder)
 
     def test_a_nan_in_what_is_not_quantized(self, bundle, keys, refusal):
         self.edit_tensor(bundle, "model.norm.weight", lambda weight: weight * float("nan"))

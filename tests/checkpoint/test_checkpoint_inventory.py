@@ -123,6 +123,23 @@ def test_packed_weights_count_as_what_they_unpack_to(tmp_path):
         Inventory.read(checkpoint(tmp_path / "m", tensors))
 
 
+def test_packed_weights_of_several_widths_count_by_their_group(tmp_path):
+    tensors = {
+        "model.layers.0.q.weight_packed": torch.zeros(16, 8, dtype=torch.int32),
+        "model.layers.0.o.weight_packed": torch.zeros(16, 16, dtype=torch.int32),  # 16 × 64 weights of 8 bits
+        "model.layers.0.o.weight_scale": torch.ones(16, 1).bfloat16(),
+        "model.layers.0.k.weight": torch.zeros(16, 64, dtype=torch.int8),
+        "model.layers.0.k.weight_scale": torch.ones(16, 1).bfloat16(),
+    }
+    four, eight = {"targets": ["Linear"], "weights": {"num_bits": 4}}, {"weights": {"num_bits": 8}}
+    groups = {"group_0": four, "group_1": eight | {"targets": [r"re:.*\.o$"]}}
+    inventory = Inventory.read(checkpoint(tmp_path / "m", tensors, quantization_config={"config_groups": groups}))
+    assert inventory.parameters == 3 * 16 * 64
+    four["targets"] = ["model.layers.0.v"]
+    with pytest.raises(CompressError, match=r"q\.weight_packed' is packed, but .* states no num_bits for it"):
+        Inventory.read(checkpoint(tmp_path / "n", tensors, quantization_config={"config_groups": groups}))
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [("{", "not JSON"), ("[]", "not a JSON object"), ("{}", "no model_type"), (None, r"config\.json: not found")],

@@ -136,7 +136,7 @@ Q = "model.layers.1.self_attn.q_proj."
     [
         (drop, "model.norm.weight", "'model.norm.weight' is missing"),
         (drop, "lm_head.weight", "tie_word_embeddings false, but there is no lm_head.weight"),
-        (drop, Q + "weight_packed", Q + "weight' is missing|" + Q + "weight_"),
+        (drop, Q + "weight_packed", Q.strip(".") + ": weight_packed is missing"),
         (drop, Q + "weight_scale", Q.strip(".") + ": weight_scale is missing"),
         (add, "model.layers.1.extra", "'model.layers.1.extra' is not part of a llama"),
         (add, Q + "bias", "q_proj.bias"),

@@ -1,4 +1,4 @@
-"""4-bit activations are, bit for bit, what compressed-tensors computes when transformers runs a W4A4 bundle."""
+"""Rounded activations are, bit for bit, what compressed-tensors computes when transformers runs such a bundle."""
 
 import pytest
 import torch
@@ -31,6 +31,18 @@ def test_rounded_activations_equal_those_of_compressed_tensors(name, dtype):
     fmt, x = formats.get(name), activations().to(dtype)
     scale = fmt.input_global_scale(x.abs().amax().float())
     assert torch.equal(fmt.fake_quantize_activation(x, scale), theirs(fmt, x, scale))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["int8", "fp8", "fp8-block128"])
+def test_inputs_in_8_bits_equal_those_of_compressed_tensors(name, dtype):
+    fmt, x = formats.get(name), torch.cat([activations() * 3**i for i in range(4)], 1).to(dtype).view(4, 16, -1)
+    expected = theirs(fmt, x, None)
+    assert torch.equal(fmt.fake_quantize_activation(x), expected)
+    assert torch.equal(fmt.fake_quantize_activation(x.view(64, -1)), expected.view(64, -1))  # rows are rows
+    assert not torch.equal(fmt.fake_quantize_activation(x * 1.01) / 1.01, expected)
+    other = formats.get("fp8" if name == "fp8-block128" else "fp8-block128")
+    assert not torch.equal(other.fake_quantize_activation(x), expected)
 
 
 def test_another_exponent_rule_would_be_seen():

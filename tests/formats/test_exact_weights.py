@@ -17,12 +17,12 @@ def is_exact(name: str, search: str) -> bool:
     return torch.equal(decoded.bfloat16().float(), decoded)
 
 
-@pytest.mark.parametrize("name", ["int4-g32", "int4-g64", "int4-g128", "nvfp4", "mxfp4"])
+@pytest.mark.parametrize("name", ["int4-g32", "int4-g64", "int4-g128", "nvfp4", "mxfp4", "fp8", "fp8-block128"])
 def test_searched_weights_are_exact_in_bfloat16(name):
     assert is_exact(name, "mse")
 
 
-@pytest.mark.parametrize("name", ["int4-g64", "nvfp4"])
+@pytest.mark.parametrize("name", ["int4-g64", "nvfp4", "fp8", "fp8-block128"])
 def test_the_standard_rules_do_not_give_that(name):
     assert not is_exact(name, "none")
 

@@ -166,7 +166,7 @@ def test_options_that_do_not_apply_are_refused():
         fmt.grid(normal(2, 32), global_scale=torch.ones(1))
     with pytest.raises(UsageError, match="scale_search: 'best' is not one of none, mse"):
         fmt.grid(normal(2, 32), search="best")
-    with pytest.raises(UsageError, match="no 4-bit activations"):
+    with pytest.raises(UsageError, match="no rounded activations"):
         fmt.fake_quantize_activation(normal(2, 32))
     with pytest.raises(CompressError, match=r"float \[out, in\] weight"):
         fmt.grid(normal(2, 32)[0])
