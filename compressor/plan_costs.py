@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from compressor import plan_training
+from compressor import plan_learning, plan_training
 from compressor.calibration.selfgen import BATCH, MAX_NEW_TOKENS, USUAL_NEW_TOKENS
 from compressor.formats import Format
 from compressor.plan_base import Job, Machine, Stage, make_stage
@@ -97,9 +97,13 @@ def stages(job: Job, machine: Machine) -> list[Stage]:
         found.append(_generation("evaluation rows", job, machine, quality.rows * quality.length))
     if recipe.proposer.training is not None:
         found += plan_training.stages(job, machine, recipe.proposer.training)
+    if recipe.quantization.guided:
+        found.append(plan_learning.sensitivity(job, machine, _forward_seconds))
     if recipe.proposer.kind != "none":
         found.append(_acceptance("baseline acceptance", job, machine, job.source_bytes, mapped=True))
     found.append(_quantization(job, machine))
+    if recipe.distillation is not None:
+        found.append(plan_learning.distillation(job, machine, _forward_seconds))
     if quality.kind != "none":
         found.append(_quality(job, machine))
     if recipe.proposer.kind != "none":
@@ -203,11 +207,13 @@ def _quality(job: Job, machine: Machine) -> Stage:
 
 
 def disk_bytes(job: Job) -> int:
-    """Free space needed beside the source: the work folder's blocks, the bundle, and activations between two blocks;
+    """Free space needed beside the source: the work folder's blocks (distilled ones too), the bundle, and activations between two blocks;
     and the states of training or of healing, whichever are more, for each are removed when their head is there.
 
     Without the states at least the twofold source that a run insists on before it starts.
     """
     proposer = job.recipe.proposer
     states = [plan_training.state_bytes(job, spec) for spec in (proposer.training, proposer.heal) if spec is not None]
-    return max(2 * job.source_bytes, 2 * job.bundle_bytes + 2 * job.activation_bytes) + max(states, default=0)
+    trained = job.bundle_bytes if job.recipe.distillation is not None else 0
+    working = 2 * job.bundle_bytes + trained + 2 * job.activation_bytes
+    return max(2 * job.source_bytes, working) + max(states, default=0)

@@ -177,6 +177,8 @@ def test_stages_follow_the_recipe(model):
     assert names(quantization={"method": "rtn", "scale_search": "none"}, **bare) == ["quantize"]
     assert names(quantization={"method": "rtn"}, **bare) == ["calibration rows", "quantize"]  # the search uses data
     assert names(**bare) == ["calibration rows", "quantize"]
+    learned = names(quantization={"guided": True}, distillation={}, **bare)
+    assert learned == ["calibration rows", "sensitivity", "quantize", "distill"]
 
 
 def eagle3(**sections):

@@ -57,7 +57,8 @@ def distill(state: Run) -> None:
         save_every=settings.save_every,
     )
     with original.head() as teacher, student.head() as logits:
-        distiller = Distiller(blocks, student.embed, teacher, logits, ids, wanted, schedule)
+        # (a copy: autograd takes nothing that was made in inference mode)
+        distiller = Distiller(blocks, lambda rows: student.embed(rows).clone(), teacher, logits, ids, wanted, schedule)
         before = distiller.loss(held_out)
         history = distiller.run(training, state.job.path(CHECKPOINT), state.ui)
         after = distiller.loss(held_out)

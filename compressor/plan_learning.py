@@ -1,0 +1,53 @@
+"""Time and memory of what runs the whole model with gradients: token weights and distillation."""
+
+from collections.abc import Callable
+
+from compressor.distill.loss import TOKENS
+from compressor.plan_base import Job, Machine, Stage, make_stage
+
+Forward = Callable[[Job, float, int, int], float]
+"""Seconds of (job, FLOP/s, tokens, length) through all blocks."""
+
+
+def _head_seconds(job: Job, machine: Machine, tokens: int, products: int, passes: int) -> float:
+    """`products` with the head's table, and `passes` over float32 logits."""
+    multiplying = products * 2 * tokens * job.vocabulary * job.hidden / machine.bf16_flops
+    return multiplying + passes * tokens * job.vocabulary * 4 / machine.memory_bytes_per_second
+
+
+def sensitivity(job: Job, machine: Machine, forward: Forward) -> Stage:
+    """One row at a time forward and back to the inputs alone: as much again. All activations of a row are kept."""
+    length = job.recipe.calibration.length
+    seconds = 2 * forward(job, machine.bf16_flops, job.calibration_tokens, length)
+    seconds += _head_seconds(job, machine, job.calibration_tokens, 2, 6)
+    memory = {
+        "mapped model": job.source_bytes,
+        "activations of a row": job.layers * length * (12 * job.hidden + 6 * job.intermediate) * job.itemsize,
+        "logits": 3 * 4 * length * job.vocabulary,
+        "token weights": len(job.groups) * job.calibration_tokens * 4,
+    }
+    return make_stage("sensitivity", seconds, memory)
+
+
+def distillation(job: Job, machine: Machine, forward: Forward) -> Stage:
+    """The original's states once; then a step is a forward, that forward again, and back to inputs and weights: four.
+
+    Memory: the quantized model decoded in `source.dtype` and its codes, the original's last states on all rows, what
+    enters each block for the rows of a step, one block's gradients.
+    """
+    spec, recipe = job.recipe.distillation, job.recipe
+    assert spec is not None
+    tokens = min(spec.rows, recipe.calibration.rows) * recipe.calibration.length
+    seconds = forward(job, machine.bf16_flops, job.calibration_tokens, recipe.calibration.length)
+    step = 4 * forward(job, machine.bf16_flops, tokens, recipe.calibration.length)
+    step += _head_seconds(job, machine, tokens, 3, 10)
+    step += 12 * job.blocks_parameters * 4 / machine.memory_bytes_per_second  # decoding, and the scales' gradients
+    memory = {
+        "decoded model": job.dense_bytes,
+        "codes": job.blocks_parameters,
+        "the original's states": job.calibration_tokens * job.hidden * job.itemsize,
+        "states of a step": job.layers * tokens * job.hidden * job.itemsize,
+        "one block": 3 * 4 * job.block_parameters + tokens * (12 * job.hidden + 6 * job.intermediate) * job.itemsize,
+        "logits": 6 * 4 * TOKENS * job.vocabulary,
+    }
+    return make_stage("distill", seconds + spec.steps * step, memory)
