@@ -207,8 +207,9 @@ def _quality(job: Job, machine: Machine) -> Stage:
 
 
 def disk_bytes(job: Job) -> int:
-    """Free space needed beside the source: the work folder's blocks (distilled ones too), the bundle, and activations between two blocks;
-    and the states of training or of healing, whichever are more, for each are removed when their head is there.
+    """Free space needed beside the source: the work folder's blocks (distilled ones too), the bundle, and activations
+    between two blocks; and the states of training or of healing, whichever are more, for each are removed when their
+    head is there.
 
     Without the states at least the twofold source that a run insists on before it starts.
     """

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from compressor import blocks
+from compressor import blocks, formats
 from compressor.errors import CompressError
-from compressor.models import LinearGroup
 
-GROUPS = (LinearGroup(("first",)), LinearGroup(("second",)))
+SCHEME = formats.scheme("mxfp4", "4bit")
+GROUPS = tuple(blocks.SelectedGroup((name,), scheme=SCHEME) for name in ("first", "second"))
 
 
 class Block(torch.nn.Module):
@@ -55,8 +55,8 @@ def test_cross_terms_pair_each_input_with_that_of_the_full_precision_model():
             moved.append(block(x))
             yield x
 
-    found = blocks.collect(block, GROUPS, seen, block, hessians=True, ranges=True, reference=reference())
-    plain = blocks.collect(block, GROUPS, seen, block, hessians=True, ranges=True)
+    found = blocks.collect(block, GROUPS, seen, block, hessians=True, reference=reference())
+    plain = blocks.collect(block, GROUPS, seen, block, hessians=True)
     assert len(moved) == len(exact)  # all of the block ran, although collecting stops at the last input
     for group, inner in zip(GROUPS, (lambda x: x, lambda x: torch.relu(block.first(x))), strict=True):
         x, wanted = (torch.cat([inner(part) for part in parts]).flatten(0, 1).double() for parts in (seen, exact))
@@ -72,5 +72,5 @@ def test_a_reference_that_is_not_finite_is_refused_by_name():
     exact[1][0, 0, 0] = torch.inf
     with pytest.raises(CompressError, match="first: calibration input is not finite"):
         blocks.collect(
-            block, GROUPS, hidden(1), block, hessians=True, ranges=False, reference=(block(x) for x in exact)
+            block, GROUPS, hidden(1), block, hessians=True, reference=(block(x) for x in exact)
         )

@@ -67,14 +67,14 @@ def test_the_small_files_of_a_bundle(tmp_path, name):
     state = SimpleNamespace(
         source=SimpleNamespace(folder=source),
         dtype=torch.bfloat16,
-        fmt=None,
+        scheme=SimpleNamespace(fmt=None, rounds_inputs=False),
         weights=SimpleNamespace(untied=False),
-        recipe=SimpleNamespace(quantization=SimpleNamespace(activations="16bit")),
     )
     path = full(out / name)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(record, "quantization_config", lambda *_, **__: {})
         patch.setattr(record, "ignored", lambda _: [])
+        patch.setattr(record, "_overrides", lambda _: [])
         expect_named(path, lambda: record.write_config(state, out))
 
 
