@@ -41,7 +41,8 @@ class InputStatistics:
     """What quantization needs to know of one group's input.
 
     hessian: XᵀX / tokens, float32 [in, in] (the 2 of the GPTQ paper cancels), each token times its weight where there
-    are weights, of mean 1; until `finish`, XᵀX above its diagonal.
+    are weights, of mean 1 (x·√w then rounds to bf16 for the product, as x itself does not need to); until `finish`, XᵀX
+    above its diagonal.
     amax: largest magnitude. cross: X̃ᵀX / tokens (until `finish`, X̃ᵀX), float32 [in, in], with X̃ the same input in the
     full-precision model. mean, largest: mean (until `finish`, sum) and largest magnitude of each input, float32 [in].
     Each is None where nothing needs it. tokens: rows of X.

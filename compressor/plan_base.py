@@ -26,6 +26,10 @@ class Group:
         return self.shapes[0][1]
 
     @property
+    def weights(self) -> int:
+        return self.in_features * self.out_features
+
+    @property
     def out_features(self) -> int:
         return sum(out for out, _ in self.shapes)
 

@@ -45,6 +45,8 @@ def distillation(job: Job, machine: Machine, forward: Forward) -> Stage:
     memory = {
         "decoded model": job.dense_bytes,
         "codes": job.blocks_parameters,
+        "scales and their moments": 16
+        * sum(group.weights // (group.scheme.fmt.group_size or group.in_features) for group in job.groups),
         "the original's states": job.calibration_tokens * job.hidden * job.itemsize,
         "states of a step": job.layers * tokens * job.hidden * job.itemsize,
         "one block": 3 * 4 * job.block_parameters + tokens * (12 * job.hidden + 6 * job.intermediate) * job.itemsize,

@@ -196,7 +196,11 @@ class Distillation(Section):
     steps: int = Field(default=100, ge=1, description="Steps of the optimizer.")
     rows: int = Field(default=4, ge=1, description="Calibration rows a step.")
     scale_rate: float = Field(default=2e-3, ge=0, description="Share of itself that a scale moves a step, about.")
-    other_rate: float = Field(default=1e-3, ge=0, description="What norms and biases move a step, about.")
+    other_rate: float = Field(
+        default=1e-3,
+        ge=0,
+        description="Share of its tensor's root mean square that an element of a norm or bias moves a step, about.",
+    )
     held_out: int = Field(
         default=4, ge=1, description="Calibration rows set aside, which decide whether the result is kept."
     )

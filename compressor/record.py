@@ -241,7 +241,7 @@ def _quality(baseline: dict, measured: dict) -> list[dict]:
 
 def _decisions(state: Run) -> list[dict]:
     decisions = [
-        {"what": "embeddings, norms and lm_head kept in " + state.recipe.source.dtype, "why": "engines read them so"}
+        {"what": "embeddings, norms and lm_head stored in " + state.recipe.source.dtype, "why": "engines read them so"}
     ]
     if not state.recipe.quantization.needs_data:
         decisions.append({"what": "no calibration", "why": "rounding to nearest without a scale search uses no data"})
@@ -257,9 +257,9 @@ def _decisions(state: Run) -> list[dict]:
                 decisions.append({"what": f"{row['name']}: {dead} inputs dropped", "why": "always zero in calibration"})
     decisions += transform_stage.decisions(state)
     distilled = state.job.stage(stage.STAGE)
-    if distilled is not None and not distilled["kept"]:
+    if distilled is not None:
         loss = f"KL on the rows set aside was {distilled['before']:.4f} before and {distilled['after']:.4f} after"
-        decisions.append({"what": "distillation not kept", "why": loss})
+        decisions.append({"what": "distillation kept" if distilled["kept"] else "distillation not kept", "why": loss})
     decisions += [{"what": note, "why": "conversion of the source"} for note in state.source.notes]
     precision = state.recipe.proposer.precision
     if precision != "bf16":

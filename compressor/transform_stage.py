@@ -4,12 +4,14 @@ block."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from compressor.errors import UsageError
+from compressor.train.rotation import refuse_unturnable
 from compressor.transform import check, norms, rotate, scales
 from compressor.transform.awq import awq
 from compressor.transform.base import Transform
@@ -38,6 +40,8 @@ def refuse_unfit(recipe: Recipe, family: Family, config: Any, inventory: Invento
             f"transform.rotation: R1 would leave the MTP modules ({', '.join(inventory.mtp_modules)}) reading an "
             "unrotated stream; use r2"
         )
+    if recipe.proposer.kind == "eagle3" and recipe.proposer.path is not None:
+        refuse_unturnable(Path(recipe.proposer.path))
 
 
 def weights(state: Run) -> TransformedWeights:

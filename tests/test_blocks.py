@@ -71,6 +71,39 @@ def test_a_reference_that_is_not_finite_is_refused_by_name():
     block, exact = Block(), hidden(2)
     exact[1][0, 0, 0] = torch.inf
     with pytest.raises(CompressError, match="first: calibration input is not finite"):
-        blocks.collect(
-            block, GROUPS, hidden(1), block, hessians=True, reference=(block(x) for x in exact)
+        blocks.collect(block, GROUPS, hidden(1), block, hessians=True, reference=(block(x) for x in exact))
+
+
+def test_weights_of_tokens_follow_rows_and_groups():
+    block, seen, exact = Block(), hidden(1), hidden(2)
+    generator = torch.Generator().manual_seed(5)
+    weights = {group: torch.rand(11, 16, generator=generator) for group in GROUPS}
+    reference = (block(x) for x in exact)
+    found = blocks.collect(block, GROUPS, seen, block, hessians=True, reference=reference, weights=weights)
+    inputs = [torch.cat(seen), torch.cat([torch.relu(block.first(x)) for x in seen])]
+    others = [torch.cat(exact), torch.cat([torch.relu(block.first(x)) for x in exact])]
+    for group, x, other in zip(GROUPS, inputs, others, strict=True):
+        w = weights[group][..., None]
+        hessian = (x * w).flatten(0, 1).T @ x.flatten(0, 1) / (11 * 16)
+        cross = (other * w).flatten(0, 1).T @ x.flatten(0, 1) / (11 * 16)
+        assert torch.allclose(found[group].hessian, hessian, atol=1e-4)
+        assert torch.allclose(found[group].cross, cross, atol=1e-4)
+        swapped = weights[GROUPS[0] if group is GROUPS[1] else GROUPS[1]][..., None]  # negative control
+        assert not torch.allclose(
+            found[group].hessian, (x * swapped).flatten(0, 1).T @ x.flatten(0, 1) / 176, atol=1e-4
         )
+
+
+def test_cross_terms_of_scaled_inputs_are_those_of_the_inputs_scaled():
+    scales = torch.linspace(0.5, 4, 48)
+    found = [blocks.InputStatistics(*(torch.zeros(48, 48), 0.0, torch.zeros(48, 48))) for _ in range(2)]
+    for entry in found:
+        entry.mean, entry.largest = torch.zeros(48), torch.zeros(48)
+    x, other = hidden(1)[0], hidden(2)[0]
+    found[0].add(x, other)
+    found[1].add(x / scales, other / scales)
+    for entry in found:
+        entry.finish()
+    found[0].divide(scales)
+    for name in ("hessian", "cross", "amax"):
+        torch.testing.assert_close(getattr(found[0], name), getattr(found[1], name), atol=1e-4, rtol=1e-5)

@@ -26,10 +26,11 @@ def job(tmp_path, monkeypatch):
     ids = torch.randint(3, tiny.VOCABULARY, (40, 32), generator=torch.Generator().manual_seed(3))
     save_file({"ids": ids}, tmp_path / "rows.safetensors")
 
-    def run(name="bundle", *, distillation=None, resume=False, **quantization):
+    def run(name="bundle", *, distillation=None, resume=False, transform=None, **quantization):
         recipe = Recipe.from_dict(
             {
                 "name": "tiny",
+                "transform": transform or {},
                 "source": {"uri": str(source), "dtype": "float32"},
                 "quantization": {"format": "int4-g32", **quantization},
                 "calibration": {"kind": "tokens", "path": str(tmp_path / "rows.safetensors"), "rows": 40, "length": 32},
@@ -49,9 +50,11 @@ def weights(bundle) -> dict[str, str]:
 
 @pytest.mark.parametrize("fmt", [{"format": "nvfp4", "activations": "4bit"}, {"format": "mxfp4"}, {"format": "fp8"}])
 def test_every_kind_of_format_is_distilled_and_kept_only_where_it_helps(job, fmt):
-    record = job(distillation=SHORT, **fmt).passport.quantization.distillation
-    assert record.kept == (record.after < record.before)
+    plain, distilled = job("plain", **fmt), job("distilled", distillation=SHORT, **fmt)
+    record = distilled.passport.quantization.distillation
     assert len(record.losses) == SHORT["steps"]
+    assert record.after != record.before
+    assert (weights(plain) == weights(distilled)) == (record.after > record.before)
 
 
 def test_scales_that_nobody_searched_are_found(job):
@@ -188,3 +191,31 @@ def test_token_weights_that_changed_are_refused(job, tmp_path, monkeypatch):
         job(guided=True, resume=True)
     manifest = json.loads((tmp_path / "bundle.work" / "job.json").read_text())
     assert not manifest["blocks"]
+
+
+def test_everything_together_is_killed_before_distilling_resumes_and_loads(job, monkeypatch):
+    everything = {
+        "distillation": SHORT,
+        "transform": {"rotation": "r1+r2", "smoothing": "awq"},
+        "asymmetric": True,
+        "guided": True,
+        "refit": True,
+        "overrides": [{"targets": ["*.down_proj"], "format": "int8"}, {"targets": ["*.1.*.o_proj"], "format": "none"}],
+    }
+    whole = job("whole", **everything)
+    with monkeypatch.context() as patch:
+        patch.setattr(stage, "distill", lambda state: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            job("killed", **everything)
+    resumed = job("killed", resume=True, **everything)
+    assert weights(resumed) == weights(whole)
+    ids = torch.arange(3, 27)[None]
+    theirs = AutoModelForCausalLM.from_pretrained(whole.path, dtype=torch.float32).eval()(ids).logits
+    ours = engine.load(whole.path, dtype=torch.float32, kernel="dequantized")(ids).logits
+    assert torch.allclose(ours, theirs, atol=1e-3)
+    source = engine.load(whole.path.parent / "source", dtype=torch.float32)(ids).logits.log_softmax(-1)
+
+    def distance(logits):
+        return float((source.exp() * (source - logits.log_softmax(-1))).sum(-1).mean())
+
+    assert distance(ours) < 0.3 * distance(torch.zeros_like(ours))  # a law that knows nothing

@@ -384,7 +384,7 @@ REFUSED = {
     "quantization: {guided: true, method: rtn, scale_search: none}": "guided: true is not allowed: there is no",
     "quantization: {format: fp8-block128, refit: true}": "refit: true is not allowed: fp8-block128 shares",
     "quantization: {format: fp8-block128}\ndistillation: {}": "distillation: '…' is not allowed: fp8-block128",
-    "distillation: {}\nquantization: {method: rtn, scale_search: none}": "'…' is not allowed: there are no calibration rows",
+    "distillation: {}\nquantization: {method: rtn, scale_search: none}": "'…' is not allowed: there are no calibration",
     "distillation: {}\ncalibration: {rows: 4}": "distillation.held_out: 4 is not allowed: of 4 calibration rows none",
     "distillation: {steps: 0}": "distillation.steps: 0 is not allowed; must be at least 1",
     "transform: {rotation: r3}": "transform.rotation: 'r3' is not allowed; must be one of none, r1, r2, r1+r2",

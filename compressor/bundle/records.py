@@ -122,7 +122,8 @@ class Layer(Record):
     """Of its inputs; null: `quantization.activations`."""
     error: NonNegativeFloat | None = None
     """Relative squared output error tr(E H Eᵀ)/tr(W H Wᵀ) over the calibration inputs; without calibration, of the
-    weight itself (H = 1). Before distillation, as `sqnr_db`."""
+    weight itself (H = 1). With `guided` each token has its weight in H; with `asymmetric` W is still the original, not
+    what GPTQ aimed at. Before distillation, as `sqnr_db`."""
     sqnr_db: float | None = None
     """Signal to quantization noise of the weights in decibels; null for an exact copy, where it is infinite."""
     packed_bytes: PositiveInt

@@ -72,7 +72,7 @@ class Distiller:
             for block in self.blocks:
                 hidden = block.forward(hidden)
             total += kl(self.teacher, self.student, self.wanted[part], hidden) * len(part)
-        return total / len(rows)
+        return max(0.0, total / len(rows))  # rounding may leave less than nothing
 
     def step(self, rows: Sequence[int], rates: Rates) -> float:
         """Move every block's parameters; returns an estimate of the loss before."""

@@ -23,7 +23,8 @@ def kl(teacher: Logits, student: Logits, wanted: Tensor, hidden: Tensor) -> floa
 
 
 def kl_gradient(teacher: Logits, student: Logits, wanted: Tensor, hidden: Tensor) -> tuple[float, Tensor]:
-    """An estimate of `kl` from one part in eight, and its exact gradient with respect to `hidden`, in its dtype."""
+    """An estimate of `kl` from one part in eight, and the exact gradient, with respect to `hidden` and in its dtype, of
+    the sum of KL over all positions: that of the mean would underflow in float16."""
     gradients, total, seen = [], 0.0, 0
     for index, (target, state) in enumerate(_parts(wanted, hidden)):
         leaf = state.detach().requires_grad_(True)
@@ -37,8 +38,7 @@ def kl_gradient(teacher: Logits, student: Logits, wanted: Tensor, hidden: Tensor
             gradient = q.sub_(p).to(logits.dtype)
         logits.backward(gradient)
         gradients.append(leaf.grad)
-    count = hidden.shape[:2].numel()
-    return total / seen, torch.cat(gradients, 1).view_as(hidden) / count
+    return total / seen, torch.cat(gradients, 1).view_as(hidden)
 
 
 def _parts(*states: Tensor):

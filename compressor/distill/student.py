@@ -18,7 +18,8 @@ from compressor.quantize.learned import Adam, LearnedScales
 
 @dataclass(frozen=True)
 class Rates:
-    """What one step of the optimizer moves: a scale by about the share `scale` of itself, a norm or bias by `other`."""
+    """What one step of the optimizer moves: a scale by about the share `scale` of itself, an element of a norm or bias
+    by `other` of its tensor's root mean square (of 1, where that is 0)."""
 
     scale: float
     other: float
@@ -50,6 +51,7 @@ class Block:
         self.arguments = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, arguments)  # usable by autograd
         self.fixed = {name: value for name, value in others.items() if value.dim() > 1}
         self.others = {name: value.float() for name, value in others.items() if value.dim() == 1}
+        self.sizes = {name: value.square().mean().sqrt().item() or 1.0 for name, value in self.others.items()}
         self.moments = {name: Adam(value) for name, value in self.others.items()}
         self.weights = {name: linear.weight(dtype) for name, linear in learned.items()}
 
@@ -86,7 +88,7 @@ class Block:
             linear.update(gradients.pop(f"{name}.weight"), rates.scale)
             self.weights[name] = linear.weight(self.dtype)
         for name, gradient in gradients.items():
-            self.moments[name].step(self.others[name], gradient.float(), rates.other)
+            self.moments[name].step(self.others[name], gradient.float(), rates.other * self.sizes[name])
 
     def tensors(self) -> dict[str, Tensor]:
         """The block's tensors as on disk, by name within the block."""

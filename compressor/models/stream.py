@@ -115,7 +115,7 @@ class BlockStream:
         """A function hidden [rows, length, hidden] → logits [rows, length, vocab], with final norm and head loaded."""
         norm, head = self.model.model.norm, self.model.lm_head
         tied = bool(self.config.tie_word_embeddings)
-        skeleton.fill(norm, "model.norm.", self.weights.get, self.dtype)
+        skeleton.fill(norm, self.family.final_norm + ".", self.weights.get, self.dtype)
         skeleton.fill(head, (self.family.embedding if tied else self.family.head) + ".", self.weights.get, self.dtype)
 
         def logits(hidden: torch.Tensor) -> torch.Tensor:

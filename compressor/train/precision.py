@@ -42,7 +42,7 @@ def lower(head: Path, out: Path, to: str) -> None:
                 tensors[name] = tensor
                 continue
             check_finite(name, tensor, head / reader.file_of(name))
-            found = fmt.encode(tensor, search="mse")
+            found = fmt.encode(tensor, search="mse" if fmt.bits == 4 else "none")
             tensors |= {name.removesuffix("weight") + suffix: value for suffix, value in found.items()}
     section = quantization_config(fmt, activations=fmt.bits == 8, ignore=[], targets=HEAD_LINEARS)
     writer.save_atomic(out / SINGLE_NAME, tensors, {"format": "pt"})

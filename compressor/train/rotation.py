@@ -22,23 +22,32 @@ ORTHOGONAL = 1e-6
 """Largest deviation of Qᵀ·Q from the identity."""
 
 
+def refuse_unturnable(head: Path) -> None:
+    """Raise UsageError for an EAGLE-3 head whose weights are quantized, that has norms of its own around `fc`, or that
+    shares the target's lm_head: the rotated target's would no longer fit its states."""
+    settings = read_settings(head)
+    if settings.fmt is not None:
+        raise UsageError(f"{head}: its weights are in {settings.fmt.name}; rotate the head that it was made from")
+    if settings.norm_before_fc or settings.fc_norm:
+        raise UsageError(f"{head}: a head with norms before fc is not rotated")
+    with ShardReader(head) as reader:
+        if not any(plain_name(name) == "lm_head.weight" for name in reader.keys()):  # noqa: SIM118 - no mapping
+            raise UsageError(f"{head}: it shares the target's lm_head, which R1 rotates; use transform.rotation: r2")
+
+
 def counter_rotate(head: Path, out: Path, rotation: Tensor) -> None:
     """Write the EAGLE-3 head in folder `head` into `out` as it must be for a target whose residual stream x became
     x·`rotation`: float [H, H], orthogonal. In float64, rounded once to the dtype of each tensor.
 
-    Raises UsageError for a matrix that is not orthogonal or of another width, for a head whose weights are quantized,
-    and for one with norms of its own around `fc`.
+    Raises UsageError for a matrix that is not orthogonal or of another width, and as `refuse_unturnable`.
     """
+    refuse_unturnable(head)
     settings = read_settings(head)
     size, q = settings.target_hidden_size, rotation.double()
     if tuple(q.shape) != (size, size):
         raise UsageError(f"{head}: a rotation of {[*q.shape]}, the target's states have {size} elements")
     if float((q.T @ q - torch.eye(size, dtype=q.dtype)).abs().max()) > ORTHOGONAL:
         raise UsageError(f"{head}: the rotation is not orthogonal")
-    if settings.fmt is not None:
-        raise UsageError(f"{head}: its weights are in {settings.fmt.name}; rotate the head that it was made from")
-    if settings.norm_before_fc or settings.fc_norm:
-        raise UsageError(f"{head}: a head with norms before fc is not rotated")
     with ShardReader(head) as reader:
         stored = {plain_name(name): name for name in reader.keys()}  # noqa: SIM118 - no mapping
         tensors = {name: reader.get(key) for name, key in stored.items()}
