@@ -1,5 +1,5 @@
-"""The main job, stage by stage: source → transform → calibration → proposer → baseline → quantize → measure →
-bundle."""
+"""The main job, stage by stage: source → transform → calibration → sensitivity → proposer → baseline → quantize →
+distill → bundle → measure."""
 
 import os
 import re
