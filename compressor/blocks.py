@@ -55,6 +55,17 @@ class InputStatistics:
     mean: torch.Tensor | None = None
     largest: torch.Tensor | None = None
 
+    @classmethod
+    def empty(cls, size: int, *, hessian: bool, amax: bool, cross: bool, channels: bool) -> "InputStatistics":
+        """Of `size` inputs, before any was seen; what is asked for is gathered."""
+        return cls(
+            torch.zeros(size, size) if hessian else None,
+            0.0 if amax else None,
+            torch.zeros(size, size) if cross else None,
+            mean=torch.zeros(size) if channels else None,
+            largest=torch.zeros(size) if channels else None,
+        )
+
     def add(self, x: torch.Tensor, reference: torch.Tensor | None = None, weights: torch.Tensor | None = None) -> None:
         """x [..., in]; reference: X̃, of the same shape and dtype, where there is a cross term; weights [...] ≥ 0."""
         root = None if weights is None else weights.reshape(-1, 1).sqrt()
@@ -139,14 +150,9 @@ def collect(
     of_reference, row = False, 0
     for group in groups:
         linear = _linear(layer, group.names[0])
-        size = linear.in_features
-        entry = InputStatistics(
-            torch.zeros(size, size) if hessians else None,
-            0.0 if group.needs_range else None,
-            torch.zeros(size, size) if reference is not None else None,
+        entry = InputStatistics.empty(
+            linear.in_features, hessian=hessians, amax=group.needs_range, cross=reference is not None, channels=channels
         )
-        if channels:
-            entry.mean, entry.largest = torch.zeros(size), torch.zeros(size)
         statistics[group] = entry
 
         def hook(module, args, entry=entry, group=group, last=group is groups[-1]):
@@ -173,9 +179,8 @@ def collect(
             handle.remove()
     for group, entry in statistics.items():
         if not entry.finite:
-            raise CompressError(
-                f"{group.names[0]}: calibration input is not finite; check the source's weights and dtype"
-            )
+            name = group.names[0]
+            raise CompressError(f"{name}: calibration input is not finite; check the source's weights and dtype")
         entry.finish()
     return statistics
 

@@ -17,6 +17,13 @@ from compressor.errors import CompressError, UsageError, naming
 from compressor.recipe_text import changes
 
 MANIFEST = "job.json"
+CHANGED = "missing or changed since it was written; remove the work folder and start again"
+
+
+def check_file(path: Path, sha256: str) -> None:
+    """Raise CompressError unless the file is there with this digest (hex), as when it was recorded."""
+    if not path.exists() or sha256_file(path) != sha256:
+        raise CompressError(f"{path}: {CHANGED}")
 
 
 class Job:
@@ -147,11 +154,7 @@ class Job:
         """What block `index` recorded, or None. Raises CompressError if its file is no longer what was recorded."""
         record = self.manifest["blocks"].get(str(index))
         if record is not None:
-            file = self.block_file(index)
-            if not file.exists() or sha256_file(file) != record["sha256"]:
-                raise CompressError(
-                    f"{file}: missing or changed since it was written; remove the work folder and start again"
-                )
+            check_file(self.block_file(index), record["sha256"])
         return record
 
     def finished_block(self, index: int) -> dict:

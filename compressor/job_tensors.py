@@ -1,22 +1,18 @@
-"""Tensors that one stage of a job leaves for another: token rows, and files checked by their digest."""
+"""Tensors that one stage of a job leaves for another."""
 
 from __future__ import annotations
 
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from compressor.calibration import digest
 from compressor.errors import CompressError
-
-if TYPE_CHECKING:
-    from compressor.job import Job
+from compressor.job import CHANGED, Job
 
 CALIBRATION, EVALUATION = "calibration.safetensors", "evaluation.safetensors"
-CHANGED = "missing or changed since it was written; remove the work folder and start again"
 
 
 def load_ids(path: Path, expected: str) -> torch.Tensor:

@@ -28,7 +28,7 @@ from compressor.decode import engine
 from compressor.distill import stage
 from compressor.errors import CompressError, UsageError
 from compressor.evals import build as build_rows
-from compressor.job import Job
+from compressor.job import Job, check_file
 from compressor.job_tensors import CALIBRATION, EVALUATION, calibration_ids, load_ids
 from compressor.measure import quality
 from compressor.models.skeleton import model_config
@@ -213,10 +213,8 @@ def quantize(state: Run) -> None:
     while done < total and job.block(done) is not None:
         done += 1
     outside = job.stage("outside")
-    if outside and sha256_file(job.path(OUTSIDE)) != outside["sha256"]:
-        raise CompressError(
-            f"{job.path(OUTSIDE)}: changed since it was written; remove the work folder and start again"
-        )
+    if outside:
+        check_file(job.path(OUTSIDE), outside["sha256"])
     if done == total and outside:
         return
     stream = BlockStream(state.weights, state.weights.config, state.dtype)

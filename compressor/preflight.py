@@ -85,6 +85,11 @@ def check_patterns(settings: Quantization, family: Family, config: Any, inventor
     _refuse_idle("quantization.ignore", settings.ignore, [family.head, *linears, *inventory.mtp_linears()])
     for index, entry in enumerate(settings.overrides):
         _refuse_idle(f"quantization.overrides[{index}].targets", entry.targets, linears)
+        if not any(settings.overriding(name) == index for name in linears):
+            raise UsageError(
+                f"quantization.overrides[{index}].targets: {brief(entry.targets)} decides no linear: ignore or later "
+                "entries name them all; remove it"
+            )
     if all(map(settings.ignores, linears)):
         raise UsageError(f"quantization.ignore: {brief(settings.ignore)} leaves nothing to quantize; remove a pattern")
     if (settings.format, settings.activations) not in map(settings.choice, linears):

@@ -183,10 +183,16 @@ class Quantization(Section):
         """(format, activations) of a linear by its full name; None where it stays unquantized."""
         if self.ignores(module):
             return None
-        for entry in reversed(self.overrides):
-            if entry.names(module):
-                return None if entry.format == UNQUANTIZED else (entry.format, entry.activations or self.activations)
-        return self.format, self.activations
+        index = self.overriding(module)
+        if index is None:
+            return self.format, self.activations
+        entry = self.overrides[index]
+        return None if entry.format == UNQUANTIZED else (entry.format, entry.activations or self.activations)
+
+    def overriding(self, module: str) -> int | None:
+        """Which of `overrides` decides about a linear: the last that names it; None where none does."""
+        found = [index for index, entry in enumerate(self.overrides) if entry.names(module)]
+        return found[-1] if found and not self.ignores(module) else None
 
 
 class Distillation(Section):

@@ -19,7 +19,8 @@ from compressor.blocks import SelectedGroup
 from compressor.checkpoint import writer
 from compressor.checkpoint.digest import sha256_file
 from compressor.errors import CompressError
-from compressor.job_tensors import CHANGED, calibration_ids
+from compressor.job import check_file
+from compressor.job_tensors import calibration_ids
 from compressor.ui import UI
 
 if TYPE_CHECKING:
@@ -47,9 +48,9 @@ def weigh(state: Run) -> None:
 
 def check(state: Run) -> None:
     """Raise CompressError where the weights are no longer what the stage recorded."""
-    record, path = state.job.stage(STAGE), state.job.path(FILE)
-    if record is not None and (not path.exists() or sha256_file(path) != record["sha256"]):
-        raise CompressError(f"{path}: {CHANGED}")
+    record = state.job.stage(STAGE)
+    if record is not None:
+        check_file(state.job.path(FILE), record["sha256"])
 
 
 def weights(state: Run, index: int) -> dict[SelectedGroup, Tensor] | None:

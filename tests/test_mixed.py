@@ -237,6 +237,10 @@ REFUSED = [
     ([{"targets": ["*.up_proj"], "format": "none"}], r"mlp\.gate_up_proj is one matrix .* mlp\.up_proj none"),
     ([{"targets": ["*.up"], "format": "int8"}], r"\[0\]\.targets: '\*\.up' matches no linear .* nearest is 'model\."),
     ([{"targets": ["lm_head"], "format": "int8"}], r"\[0\]\.targets: 'lm_head' matches no linear"),
+    (
+        [{"targets": ["*.down_proj"], "format": "int8"}, {"targets": ["*.mlp.*"], "format": "fp8"}],
+        r"\[0\]\.targets: \['\*\.down_proj'\] decides no linear: ignore or later entries name them all",
+    ),
     ([{"targets": ["*"], "format": "int8"}], "no linear is left in int4-g32 with 16bit activations"),
 ]
 

@@ -14,8 +14,8 @@ from compressor.checkpoint.digest import sha256_file
 from compressor.checkpoint.weights import Weights
 from compressor.distill.loop import Distiller, Schedule
 from compressor.distill.student import Block, Rates
-from compressor.errors import CompressError
-from compressor.job_tensors import CHANGED, calibration_ids, read
+from compressor.job import check_file
+from compressor.job_tensors import calibration_ids, read
 from compressor.models.skeleton import emulate_activations
 from compressor.models.stream import BlockStream
 from compressor.quantize.learned import LearnedScales
@@ -78,8 +78,7 @@ def parts(state: Run) -> list[Path]:
         return [state.job.block_file(index) for index in range(total)]
     files = [trained_file(state, index) for index in range(total)]
     for file, digest in zip(files, record["sha256"], strict=True):
-        if not file.exists() or sha256_file(file) != digest:
-            raise CompressError(f"{file}: {CHANGED}")
+        check_file(file, digest)
     return files
 
 

@@ -189,3 +189,19 @@ def test_a_head_with_inputs_in_4_bits_is_refused():
     config = quantization_config(formats.get("nvfp4"), activations=True, ignore=[])
     with pytest.raises(CompressError, match="4-bit inputs"):
         head_format_from_config(config)
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+@pytest.mark.parametrize("search", ["none", "mse"])
+def test_a_step_between_two_that_can_be_stored_becomes_one_that_can(name, search):
+    fmt = formats.get(name)
+    weight = torch.randn(6, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    grid = fmt.grid(weight, search=search)
+    assert torch.equal(fmt.storable(grid.step, grid, search=search), grid.step)
+    step = fmt.storable(grid.step * 1.2345, grid, search=search)
+    assert torch.equal(fmt.storable(step, grid, search=search), step)
+    assert not torch.equal(step, grid.step * 1.2345)
+    assert torch.allclose(step, grid.step * 1.2345, rtol=2.0**-4)
+    moved = fmt.with_step(grid, step)
+    codes = fmt.round(weight.float()[:, None], moved.step[..., None]).flatten(1)
+    assert torch.equal(fmt.decode(fmt.pack(codes, moved)), fmt.value(codes, step))
