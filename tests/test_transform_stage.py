@@ -17,7 +17,7 @@ from compressor.decode import engine
 from compressor.decode.decoder import Decoder
 from compressor.errors import CompressError, UsageError
 from compressor.recipe import Recipe
-from compressor.train import export, overlap
+from compressor.train import export, overlap, precision
 from compressor.transform import rotate
 from compressor.ui import NullUI
 
@@ -166,6 +166,16 @@ def test_what_r1_cannot_be_folded_into_is_refused_before_any_work(tmp_path, run)
     save_file(saved(source) | extra, source / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UsageError, match=r"R1 would leave the MTP modules \(mtp\) reading an unrotated stream; use r2"):
         run(source, transform={"rotation": "r1+r2"})
+    assert not (tmp_path / "bundle.work").exists()
+
+
+def test_a_head_that_cannot_be_turned_is_refused_before_any_work(tmp_path, run):
+    source = tiny.save(tmp_path / "source", num_hidden_layers=4)
+    export.write(random_head(Decoder(engine.load(source))), tmp_path / "head")
+    precision.lower(tmp_path / "head", tmp_path / "low", "int8")
+    proposer = {"kind": "eagle3", "path": str(tmp_path / "low")}
+    with pytest.raises(UsageError, match="its weights are in int8; rotate the head that it was made from"):
+        run(source, proposer=proposer, transform={"rotation": "r1"})
     assert not (tmp_path / "bundle.work").exists()
 
 

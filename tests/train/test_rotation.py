@@ -129,4 +129,13 @@ def test_what_cannot_be_rotated_is_refused(rotation, head, tmp_path):
     precision.lower(head, tmp_path / "low", "int8")
     with pytest.raises(UsageError, match="its weights are in int8; rotate the head that it was made from"):
         counter_rotate(tmp_path / "low", tmp_path / "x", rotation)
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    (shared / "config.json").write_text((head / "config.json").read_text())
+    tensors = load_file(head / "model.safetensors")
+    save_file(
+        {name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"}, shared / "model.safetensors"
+    )
+    with pytest.raises(UsageError, match="it shares the target's lm_head, which R1 rotates"):
+        counter_rotate(shared, tmp_path / "x", rotation)
     assert not (tmp_path / "x").exists()
