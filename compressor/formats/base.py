@@ -88,7 +88,7 @@ class Format(ABC):
 
     @abstractmethod
     def with_step(self, grid: Grid, step: Tensor) -> Grid:
-        """`grid` with other steps, float32 [out, in / group], each of them positive and `storable`."""
+        """`grid` with other steps, float32 [out, in / group], each `storable` and of the sign that it had."""
 
     @abstractmethod
     def round(self, x: Tensor, step: Tensor, zero: Tensor | None = None) -> Tensor:

@@ -5,7 +5,8 @@ scale has the weight's own dtype; zero points are packed the same way along the 
 
 A searched symmetric bfloat16 scale keeps 5 significant bits: with at most 3 of |q| every weight is then exact in
 bfloat16, and an engine that decodes to bfloat16 runs the same weights as one that multiplies codes in float32. That
-costs about 1.5 % of squared error; 8 bits would save it.
+costs about 1.5 % of squared error; 8 bits would save it. It may be negative: the codes reach one step further on one
+side, and the sign says on which.
 """
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from compressor.formats.base import SCALE_DTYPES, Format, Grid, expect_shape, take
 from compressor.formats.grids import pack_nibbles, significant, unpack_nibbles
-from compressor.formats.search import best_integer_grid, group_importance
+from compressor.formats.search import INTEGER_RATIOS, SIGNED_RATIOS, best_integer_grid, group_importance
 
 _LOW, _HIGH = -8, 7
 _EXACT_BITS = 5
@@ -75,7 +76,8 @@ class Int4(Format):
             zero = (_LOW - low / step).clamp_(_LOW, _HIGH).round_()
         if search == "mse":
             h = group_importance(importance, self.group_size)
-            step, zero = best_integer_grid(groups, h, (step, zero), (_LOW, _HIGH), store)
+            ratios = SIGNED_RATIOS if self.symmetric else INTEGER_RATIOS
+            step, zero = best_integer_grid(groups, h, (step, zero), (_LOW, _HIGH), store, ratios)
         stored = {"weight_scale": step.to(dtype)}
         if zero is not None:
             stored["weight_zero_point"] = zero.to(torch.int8)

@@ -17,6 +17,10 @@ CHUNK_ELEMENTS = 1 << 15
 # largest value of either sign land on ±7 instead of between levels. As each is refitted, a finer comb gains nothing:
 # 40 ratios left 0.1 % less error than these 14.
 INTEGER_RATIOS = tuple(1.125 - 0.05 * i for i in range(14))
+# A grid from −8 to 7 reaches further on one side. A scale of the other sign turns it over, so that the largest value of
+# a group is on that side whatever its own sign (llama.cpp's Q4_0 does this too): 10 % less squared error in groups of
+# 64 normal values. Ratios below 0 put it on the shorter side. All 28 of either sign leave 0.05 % less than these.
+SIGNED_RATIOS = (0.975, 0.925, 0.875, 0.825, 0.775, 0.725, 0.625, 0.55, 0.475, -1.075, -1.025, -0.925, -0.875)
 _TINY = torch.finfo(torch.float32).tiny
 
 T = TypeVar("T")
@@ -68,6 +72,7 @@ def best_integer_grid(
     ratios: Sequence[float] = INTEGER_RATIOS,
 ) -> IntegerGrid:
     """Scale (and zero point) of each group of an integer grid, starting from the standard one; [out, G] float32.
+    With a negative ratio among `ratios`, scales may be negative (of a grid without zero points): see SIGNED_RATIOS.
 
     Each ratio (with each neighbouring zero point) fixes the codes; for given codes the best scale is a quotient, so a
     candidate is worth what its codes can reach, not what its own scale reaches. The winner's fitted scale, that scale
@@ -77,13 +82,14 @@ def best_integer_grid(
     def search(rows: slice) -> IntegerGrid:
         x = groups[rows]
         step, zero = grid[0][rows], None if grid[1] is None else grid[1][rows]
-        found = _fit_codes(x, importance, (step, zero), bounds, ratios)
+        turned = torch.where(x.amax(-1) > -x.amin(-1), -step, step) if min(ratios) < 0 else step
+        found = _fit_codes(x, importance, (turned, zero), bounds, ratios)
         once = (store(found[0]), found[1])
         twice = (store(_refit(x, importance, once, bounds)), once[1])
         least = _integer_error(x, importance, (step, zero), bounds)
         for candidate, candidate_zero in (once, twice):
             error = _integer_error(x, importance, (candidate, candidate_zero), bounds)
-            better = (error < least) & (candidate > 0)
+            better = (error < least) & (candidate != 0)
             least = torch.where(better, error, least)
             step = torch.where(better, candidate, step)
             if zero is not None and candidate_zero is not None:
@@ -151,7 +157,7 @@ def _fit_codes(
             zero = None if centre is None else (centre + shift).clamp_(*bounds)
             cross, energy = _moments(x, h, _levels(x, (step, zero), bounds))
             gain = cross.square() / energy.clamp(min=_TINY)
-            better = (gain > explained) & (cross > 0)
+            better = (gain > explained) & (cross * step > 0)
             explained = torch.where(better, gain, explained)
             best_step = torch.where(better, cross / energy, best_step)
             if best_zero is not None and zero is not None:

@@ -55,6 +55,7 @@ def test_storable_is_the_nearest_and_leaves_a_stored_step_as_it_is(name, search)
     found = fmt.storable(wanted, grid, search=search)
     # every step that could be stored: those that a fine comb of wishes leads to
     comb = fmt.storable(torch.logspace(-4, 1, 40000), grid, search=search).unique()
+    comb = torch.cat([comb, -comb]) if bool((grid.step < 0).any()) else comb
     nearest = comb[(comb[None] - wanted[:, None]).abs().argmin(1)]
     assert torch.equal((found - wanted).abs(), (nearest - wanted).abs())
     assert bool((found != wanted).any())
