@@ -66,24 +66,32 @@ def best_integer_grid(
     bounds: tuple[int, int],
     store: Callable[[Tensor], Tensor],
     ratios: Sequence[float] = INTEGER_RATIOS,
+    signed: bool = False,
 ) -> IntegerGrid:
     """Scale (and zero point) of each group of an integer grid, starting from the standard one; [out, G] float32.
 
     Each ratio (with each neighbouring zero point) fixes the codes; for given codes the best scale is a quotient, so a
     candidate is worth what its codes can reach, not what its own scale reaches. The winner's fitted scale, that scale
     fitted once more, and the standard one are then compared as `store` rounds them.
+
+    signed: try negative scales too, which put the lowest level on a group's largest value instead of its smallest. The
+    standard scale has no value beyond the highest level and a half, so only ratios below 1 tell the signs apart.
     """
+    below = [ratio for ratio in ratios if ratio < 1]
+    combs = [(1, ratios), (-1, below)] if signed else [(1, ratios)]
 
     def search(rows: slice) -> IntegerGrid:
         x = groups[rows]
         step, zero = grid[0][rows], None if grid[1] is None else grid[1][rows]
-        found = _fit_codes(x, importance, (step, zero), bounds, ratios)
-        once = (store(found[0]), found[1])
-        twice = (store(_refit(x, importance, once, bounds)), once[1])
         least = _integer_error(x, importance, (step, zero), bounds)
-        for candidate, candidate_zero in (once, twice):
+        candidates: list[IntegerGrid] = []
+        for sign, comb in combs:
+            found = _fit_codes(x, importance, (sign * step, zero), bounds, comb)
+            once = (store(found[0]), found[1])
+            candidates += [once, (store(_refit(x, importance, once, bounds)), once[1])]
+        for candidate, candidate_zero in candidates:
             error = _integer_error(x, importance, (candidate, candidate_zero), bounds)
-            better = (error < least) & (candidate > 0)
+            better = (error < least) & (candidate != 0 if signed else candidate > 0)
             least = torch.where(better, error, least)
             step = torch.where(better, candidate, step)
             if zero is not None and candidate_zero is not None:
@@ -151,7 +159,7 @@ def _fit_codes(
             zero = None if centre is None else (centre + shift).clamp_(*bounds)
             cross, energy = _moments(x, h, _levels(x, (step, zero), bounds))
             gain = cross.square() / energy.clamp(min=_TINY)
-            better = (gain > explained) & (cross > 0)
+            better = (gain > explained) & ((cross > 0) == (step > 0))
             explained = torch.where(better, gain, explained)
             best_step = torch.where(better, cross / energy, best_step)
             if best_zero is not None and zero is not None:
