@@ -110,6 +110,9 @@ def test_every_symmetric_format_loads_in_transformers_as_stored(tmp_path, rows, 
     theirs = transformers_logits(bundle.path, ids, torch.bfloat16).float()
     ours = engine.load(bundle.path, kernel="dequantized")(ids).logits.float()
     assert (ours - theirs).norm() / theirs.norm() <= 2e-2
+    if fmt.startswith("int4"):
+        scales = [t for f in bundle.path.glob("*.safetensors") for k, t in load_file(f).items() if "weight_scale" in k]
+        assert all(bool((scale < 0).any()) for scale in scales)
     plain = engine.load(source)(ids).logits.float()  # negative control: the unquantized model is further away
     assert (plain - theirs).norm() / theirs.norm() > 2e-2
 

@@ -286,7 +286,7 @@ def _matches(module: str, entry: str) -> bool:
 def _numbers(reader: ShardReader, passport: Passport) -> list[str]:
     """No scale that makes NaN, Inf or nothing of its group, and no NaN or Inf in what is not quantized."""
     problems, names = [], reader.keys()
-    quantized = {layer.name for layer in passport.quantization.layers}
+    quantized = {layer.name: layer.format for layer in passport.quantization.layers}
     for name in names:
         layer, _, suffix = name.rpartition(".")
         if layer in quantized and suffix != "bias" and not suffix.endswith("scale"):
@@ -295,9 +295,11 @@ def _numbers(reader: ShardReader, passport: Passport) -> list[str]:
             continue  # integers otherwise
         tensor = reader.get(name)
         if layer in quantized and suffix != "bias":
-            bad = _unusable(tensor)
+            signed = quantized[layer] in formats.names() and formats.get(quantized[layer]).negative_scales
+            bad = _unusable(tensor, signed)
             if bad:
-                problems.append(f"{name}: {bad} of {tensor.numel()} scales are NaN, infinite, zero or negative")
+                kinds = "NaN, infinite or zero" if signed else "NaN, infinite, zero or negative"
+                problems.append(f"{name}: {bad} of {tensor.numel()} scales are {kinds}")
             continue
         try:
             check_finite(name, tensor, reader.file_of(name))
@@ -311,11 +313,11 @@ def _nan(name: str, codes: torch.Tensor) -> list[str]:
     return [f"{name}: {bad} of {codes.numel()} weights are NaN"] if bad else []
 
 
-def _unusable(scale: torch.Tensor) -> int:
+def _unusable(scale: torch.Tensor, signed: bool) -> int:
     if scale.dtype == torch.uint8:  # E8M0: the one code that is no power of two is NaN (OCP MX v1.0, 5.4.1)
         return int((scale == 255).sum())
     values = scale.float()
-    return int((~torch.isfinite(values) | (values <= 0)).sum())
+    return int((~torch.isfinite(values) | (values == 0 if signed else values <= 0)).sum())
 
 
 def _index(folder: Path, reader: ShardReader) -> list[str]:

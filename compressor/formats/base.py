@@ -26,9 +26,10 @@ class Grid:
     """Everything about a quantized weight [out, in] except its codes.
 
     step: float32 [out, in / group], the multiplier a decoder computes from the stored tensors, bit for bit;
-    value = (level(code) − zero) · step. A group is an equal part of a row, at most the whole row, and several rows may
-    share a scale. zero: float32 [out, in / group], whole numbers; None where the format is symmetric. stored: the scale
-    tensors as on disk by suffix; a zero point is still unpacked: int8 [out, in / group].
+    value = (level(code) − zero) · step, negative only where the format has `negative_scales`. A group is an equal part
+    of a row, at most the whole row, and several rows may share a scale. zero: float32 [out, in / group], whole numbers;
+    None where the format is symmetric. stored: the scale tensors as on disk by suffix; a zero point is still unpacked:
+    int8 [out, in / group].
     """
 
     step: Tensor
@@ -44,6 +45,7 @@ class Format(ABC):
     bits: int
     bits_per_weight: float  # scales included, but for a single one a row
     compression_format: str
+    negative_scales = False  # may be found by a search: the levels reach further down than up
 
     def for_inputs(self, rounded: bool) -> "Format":
         """This format in the layout that engines run beside inputs that are rounded too, or are not."""
@@ -88,7 +90,7 @@ class Format(ABC):
 
     @abstractmethod
     def with_step(self, grid: Grid, step: Tensor) -> Grid:
-        """`grid` with other steps, float32 [out, in / group], each `storable` and of the sign that it had."""
+        """`grid` with other steps, float32 [out, in / group], each of them `storable` and of the sign it had."""
 
     @abstractmethod
     def round(self, x: Tensor, step: Tensor, zero: Tensor | None = None) -> Tensor:

@@ -3,10 +3,12 @@
 value = (q − zero) · scale with q in [−8, 7], stored as q + 8, eight codes to an int32 word, element i at bits 4i. The
 scale has the weight's own dtype; zero points are packed the same way along the output dimension.
 
+A searched symmetric scale may be negative, which gives −8, the level beyond 7, to a group's largest positive value (as
+llama.cpp's Q4_0 does). On Gaussian groups of 64 that leaves 10 % less squared error, for no bytes.
+
 A searched symmetric bfloat16 scale keeps 5 significant bits: with at most 3 of |q| every weight is then exact in
 bfloat16, and an engine that decodes to bfloat16 runs the same weights as one that multiplies codes in float32. That
-costs about 1.5 % of squared error; 8 bits would save it. It may be negative: the codes reach one step further on one
-side, and the sign says on which.
+costs about 1.5 % of squared error; 8 bits would save it.
 """
 
 import torch
@@ -44,7 +46,7 @@ class Int4(Format):
 
     def __init__(self, group_size: int, symmetric: bool = True) -> None:
         self.group_size = group_size
-        self.symmetric = symmetric
+        self.symmetric = self.negative_scales = symmetric
         self.name = f"int4-g{group_size}" + ("" if symmetric else "-asym")
         self.bits_per_weight = 4 + (16 if symmetric else 20) / group_size
 
@@ -76,7 +78,7 @@ class Int4(Format):
             zero = (_LOW - low / step).clamp_(_LOW, _HIGH).round_()
         if search == "mse":
             h = group_importance(importance, self.group_size)
-            ratios = SIGNED_RATIOS if self.symmetric else INTEGER_RATIOS
+            ratios = SIGNED_RATIOS if self.negative_scales else INTEGER_RATIOS
             step, zero = best_integer_grid(groups, h, (step, zero), (_LOW, _HIGH), store, ratios)
         stored = {"weight_scale": step.to(dtype)}
         if zero is not None:

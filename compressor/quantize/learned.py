@@ -57,7 +57,7 @@ class LearnedScales:
 
     def _grid(self) -> Grid:
         step = self.fmt.storable(self.grid.step * self.gain, self.grid, search=self.search)
-        return self.fmt.with_step(self.grid, torch.where(step * self.grid.step > 0, step, self.grid.step))
+        return self.fmt.with_step(self.grid, torch.where(step.sign() == self.grid.step.sign(), step, self.grid.step))
 
     def weight(self, dtype: torch.dtype) -> Tensor:
         """[out, in] as a decoder of `tensors()` has it, in `dtype`."""

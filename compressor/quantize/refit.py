@@ -60,7 +60,8 @@ def _refit_rows(goal: Tensor, levels: Tensor, step: Tensor, hessian: Tensor, sto
             best = old + slope[:, g] / curvature
             new = store(best.float())
             # a group of zeros has no curvature: its comparison with NaN is false
-            better = ((new - best).abs() < (old - best).abs()) & (new * old > 0) & (curvature > 0)
+            same_sign = torch.where(old < 0, new < 0, new > 0)
+            better = ((new - best).abs() < (old - best).abs()) & same_sign & (curvature > 0)
             change = torch.where(better, new - old, 0)
             step[:, g] = torch.where(better, new, old)
             slope -= coupling[g] * change[:, None].to(slope.dtype)

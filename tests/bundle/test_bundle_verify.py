@@ -295,7 +295,9 @@ class TestSignedFilesThatDisagree:
     @pytest.mark.parametrize(
         ("format_name", "value"),
         [
-            *(("int4-g32", value) for value in (0.0, -1.0, float("nan"), float("inf"))),
+            *(("int4-g32", value) for value in (0.0, float("nan"), float("inf"))),
+            *(("int4-g32-asym", value) for value in (0.0, -1.0)),
+            ("int8", -1.0),
             *(("nvfp4", value) for value in (0.0, -1.0, float("nan"))),  # E4M3 has no infinity
             *(("fp8", value) for value in (0.0, float("inf"))),
         ],
@@ -311,6 +313,12 @@ class TestSignedFilesThatDisagree:
         self.edit_tensor(folder, f"{Q_PROJ}.weight_scale", spoil)
         signing.sign(folder, keys[0])
         assert f"{Q_PROJ}.weight_scale: 1 of " in refusal(folder)
+
+    def test_a_negative_scale_of_symmetric_int4_is_sound(self, built, keys, refusal, tmp_path):
+        folder = shutil.copytree(built("int4-g32"), tmp_path / "bundle")
+        self.edit_tensor(folder, f"{Q_PROJ}.weight_scale", torch.neg)
+        signing.sign(folder, keys[0])
+        assert "scales are" not in refusal(folder)  # what remains is the altered file
 
     def test_a_global_scale_of_zero(self, built, keys, refusal, tmp_path):
         folder = shutil.copytree(built("nvfp4"), tmp_path / "bundle")

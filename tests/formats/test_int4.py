@@ -5,7 +5,6 @@ import torch
 
 from compressor import formats
 from compressor.errors import CompressError, UsageError
-from compressor.formats.search import INTEGER_RATIOS
 
 NAMES = [n for n in formats.names() if n.startswith("int4")]
 
@@ -76,12 +75,12 @@ def test_the_standard_scales_are_amax_over_seven_and_a_half_and_range_over_fifte
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("search", ["none", "mse"])
-def test_zero_groups_get_finite_scales_other_than_zero_and_decode_to_zero(name, search):
+def test_zero_groups_get_finite_positive_scales_and_decode_to_zero(name, search):
     fmt = formats.get(name)
     weight = normal(3, 256, dtype=torch.bfloat16)
     weight[1] = 0
     tensors = fmt.encode(weight, search=search)
-    assert bool((tensors["weight_scale"] != 0).all()) and bool(tensors["weight_scale"].isfinite().all())
+    assert bool((tensors["weight_scale"][1] > 0).all()) and bool(tensors["weight_scale"].isfinite().all())
     assert bool((fmt.decode(tensors)[1] == 0).all()) and bool((fmt.decode(tensors)[0] != 0).any())
 
 
@@ -109,48 +108,15 @@ def test_search_is_never_worse_than_the_standard_rule_in_any_group(name):
     assert bool((per_group[1] <= per_group[0] * (1 + 1e-6)).all())
 
 
-def test_search_comes_close_to_an_exhaustive_one():
+def test_search_comes_close_to_an_exhaustive_one_of_both_signs():
     fmt = formats.get("int4-g32")
     weight = normal(64, 32, seed=6)
     found = (fmt.decode(fmt.encode(weight, search="mse")) - weight).square().sum(1)
-    scales = weight.abs().amax(1, keepdim=True) / 7.5 * torch.linspace(0.3, 1.3, 2001)
+    ratios = torch.linspace(0.3, 1.3, 2001)
+    scales = weight.abs().amax(1, keepdim=True) / 7.5 * torch.cat([ratios, -ratios])
     best = torch.stack([(fmt.fake_quantize(weight, s[:, None]) - weight).square().sum(1) for s in scales.T], 1).amin(1)
     assert float((found / best).mean()) < 1.01
     assert float((found / best).max()) < 1.2
-
-
-@pytest.mark.parametrize("importance", [None, torch.linspace(0.1, 2, 256)])
-@pytest.mark.parametrize("name", ["int4-g32", "int4-g64", "int4-g128"])
-def test_scales_of_either_sign_leave_less_error_than_positive_ones(name, importance, monkeypatch):
-    """Turned over, the grid from -8 to 7 has its longer side where the group's largest value is."""
-    fmt, weight = formats.get(name), normal(256, 256, seed=8, dtype=torch.bfloat16)
-
-    def errors():
-        tensors = fmt.encode(weight, search="mse", importance=importance)
-        squared = (fmt.decode(tensors) - weight.float()).square() * (1 if importance is None else importance)
-        return float(squared.sum()), tensors["weight_scale"]
-
-    either, signed = errors()
-    assert 0.3 < float((signed < 0).float().mean()) < 0.7
-    monkeypatch.setattr("compressor.formats.int4.SIGNED_RATIOS", INTEGER_RATIOS)
-    positive, scales = errors()
-    assert bool((scales > 0).all())
-    assert either < {32: 0.91, 64: 0.92, 128: 0.95}[fmt.group_size] * positive
-
-
-def test_a_largest_value_of_either_sign_lands_on_the_longer_side():
-    weight = normal(2, 32, seed=9) * 0.3
-    weight[0, 3], weight[1, 3] = 2.0, -2.0
-    fmt = formats.get("int4-g32")
-    codes, grid = fmt.unpack(fmt.encode(weight, search="mse"))
-    assert codes[:, 3].tolist() == [0, 0] and grid.step.sign().flatten().tolist() == [-1, 1]
-    positive, _ = fmt.unpack(fmt.encode(weight))  # negative control: the standard rule has positive scales
-    assert positive[0, 3] == 15
-
-
-def test_zero_points_go_with_positive_scales():
-    fmt, weight = formats.get("int4-g32-asym"), normal(64, 64, seed=10)
-    assert bool((fmt.encode(weight, search="mse")["weight_scale"] > 0).all())
 
 
 def test_one_outlier_does_not_spoil_its_group_under_search():

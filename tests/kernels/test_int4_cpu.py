@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from compressor.formats.grids import significant
 from compressor.kernels import int4_cpu
 
 
@@ -44,6 +45,21 @@ def test_many_rows_run_the_bfloat16_weight_exactly(group, zero):
     assert torch.equal(int4_cpu.linear(x, packed), torch.nn.functional.linear(x, dense))
     other = int4_cpu.pack(codes ^ 1, step, zeros, group)
     assert not torch.equal(int4_cpu.decode(other), dense)
+
+
+@pytest.mark.parametrize("rows", [1, int4_cpu.DECODE_ROWS])
+def test_a_negative_scale_negates_its_group_exactly(rows):
+    codes, step, _ = weight(48, 1, 32)
+    x = inputs(32, rows)
+    y, negated = (int4_cpu.linear(x, int4_cpu.pack(codes, s, None, 32)) for s in (step, -step))
+    assert torch.equal(negated, -y)
+    codes, step, _ = weight(48, 3, 32)
+    step = significant(step, 5)  # many rows run weights rounded to bfloat16: none is
+    step[:, 1].neg_()
+    packed, x = int4_cpu.pack(codes, step, None, 32), inputs(96, rows)
+    expected = int4_cpu.reference(x, codes, step, None)
+    torch.testing.assert_close(int4_cpu.linear(x, packed).float(), expected, rtol=2**-7, atol=1e-3)
+    assert not torch.allclose(expected, int4_cpu.reference(x, codes, step.abs(), None), atol=0.1)
 
 
 def test_zero_points_are_off_by_a_small_fraction_of_a_step():

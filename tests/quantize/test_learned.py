@@ -47,6 +47,19 @@ def test_scales_that_are_off_find_back_and_codes_stay(name):
     assert torch.equal(fmt.decode(end), linear.weight(torch.float32))
 
 
+def test_negative_scales_are_learned_as_positive_ones_are():
+    fmt, tensors, linear = learned("int4-g32")
+    negative = fmt.unpack(tensors)[1].step < 0
+    assert bool(negative.any()) and not bool(negative.all())
+    for _ in range(50):
+        linear.update(linear.weight(torch.float32) - 1.2 * weight().float(), 0.01)
+    step = fmt.unpack(linear.tensors())[1].step
+    assert torch.equal(step < 0, negative)
+    grown = step / fmt.unpack(tensors)[1].step
+    assert float(grown[negative].mean()) == pytest.approx(1.2, abs=0.05)
+    assert float(grown[~negative].mean()) == pytest.approx(1.2, abs=0.05)
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_along_the_gradient_the_error_grows(name):
     fmt, tensors, linear = learned(name)
@@ -64,7 +77,7 @@ def test_a_power_of_two_moves_only_when_the_next_one_is_nearer():
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_scale_that_would_reach_zero_or_less_stays(name):
+def test_a_scale_that_would_reach_zero_or_the_other_sign_stays(name):
     fmt, tensors, linear = learned(name)
     linear.gain[:] = 0.0
     linear.gain[0] = -1.0

@@ -54,11 +54,25 @@ def test_storable_is_the_nearest_and_leaves_a_stored_step_as_it_is(name, search)
     wanted = grid.step.flatten()[:64] * torch.linspace(0.7, 1.4, 64)
     found = fmt.storable(wanted, grid, search=search)
     # every step that could be stored: those that a fine comb of wishes leads to
-    comb = fmt.storable(torch.logspace(-4, 1, 40000), grid, search=search).unique()
-    comb = torch.cat([comb, -comb]) if bool((grid.step < 0).any()) else comb
+    wishes = torch.logspace(-4, 1, 40000)
+    comb = fmt.storable(torch.cat([-wishes, wishes]), grid, search=search).unique()
     nearest = comb[(comb[None] - wanted[:, None]).abs().argmin(1)]
     assert torch.equal((found - wanted).abs(), (nearest - wanted).abs())
     assert bool((found != wanted).any())
+
+
+@pytest.mark.parametrize("name", ["int4-g32", "int4-g32-asym", "nvfp4"])
+def test_every_scale_keeps_its_sign_whatever_the_codes_ask_for(name):
+    fmt, (weight, hessian) = formats.get(name), problem()
+    _, codes, grid = rounded(weight, fmt, "mse")
+    for goal in (weight.float(), -weight.float()):
+        fitted = refit(goal, codes, grid, fmt, hessian, search="mse")
+        assert torch.equal(fitted.step.sign(), grid.step.sign())
+    assert bool((refit(weight.float(), codes, grid, fmt, hessian, search="mse").step != grid.step).any())
+    if name == "int4-g32":
+        negative = grid.step < 0
+        moved = refit(weight.float(), codes, grid, fmt, hessian, search="mse").step != grid.step
+        assert bool(moved[negative].any()) and bool(moved[~negative].any())
 
 
 def test_a_searched_int4_scale_keeps_the_bits_that_make_weights_exact_in_bfloat16():
