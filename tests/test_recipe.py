@@ -55,7 +55,11 @@ def test_the_ready_recipes_are_the_promised_ones():
         "nvfp4-w4a4": ("nvfp4", "4bit", "gptq"),
         "mxfp4": ("mxfp4", "16bit", "gptq"),
         "int4-g128": ("int4-g128", "16bit", "gptq"),
+        "best-int4-g64": ("int4-g64", "16bit", "gptq"),
+        "best-nvfp4": ("nvfp4", "16bit", "gptq"),
+        "best-mxfp4": ("mxfp4", "16bit", "gptq"),
     }
+    assert {stem for stem, q in found.items() if q.guided} == {stem for stem in found if stem.startswith("best-")}
 
 
 def test_the_shipped_schema_is_generated_from_the_classes():
@@ -96,7 +100,9 @@ def violations(value, schema, root=None, at="$"):
         return [] if any(not option for option in options) else options[0]
     found = []
     types = {"object": dict, "array": list, "string": str, "number": (int, float), "integer": int, "null": type(None)}
-    if not isinstance(value, types[schema.pop("type")]) or isinstance(value, bool):
+    types["boolean"] = bool
+    kind = schema.pop("type")
+    if not isinstance(value, types[kind]) or (isinstance(value, bool) and kind != "boolean"):
         return [f"{at}: type"]
     properties = schema.pop("properties", {})
     for key in schema.pop("required", []):
