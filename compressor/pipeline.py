@@ -1,5 +1,5 @@
-"""The main job, stage by stage: source → transform → calibration → sensitivity → proposer → baseline → quantize →
-distill → bundle → measure."""
+"""The main job, stage by stage: source → transform → calibration → sensitivity → proposer → baseline → allocation →
+quantize → distill → bundle → measure."""
 
 import os
 import re
@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from compressor import blocks, formats, models, propose, record, sensitivity, transform_stage
 from compressor.activations import Activations
+from compressor.allocate.stage import allocate
 from compressor.bundle import api as bundle_api
 from compressor.bundle import signing
 from compressor.calibration import build as build_calibration
@@ -34,7 +35,7 @@ from compressor.measure import quality
 from compressor.models.skeleton import model_config
 from compressor.models.stream import BlockStream
 from compressor.preflight import check_source, refuse_existing, refuse_several, resolve_source, staging_folder
-from compressor.recipe import Recipe
+from compressor.recipe import Quantization, Recipe
 from compressor.transform.view import TransformedWeights
 from compressor.ui import UI
 
@@ -50,6 +51,16 @@ class Run:
     ui: UI
     source: source.ResolvedSource
     job: Job = field(init=False)
+    quantization: Quantization = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.quantization = self.recipe.quantization
+
+    def settle(self, quantization: Quantization) -> None:
+        """Quantize with these settings, in which every linear's format has been chosen, instead of the recipe's."""
+        self.quantization = quantization
+        for name in ("scheme", "block_groups"):
+            self.__dict__.pop(name, None)
 
     @cached_property
     def config(self):
@@ -93,13 +104,13 @@ class Run:
     @cached_property
     def scheme(self) -> formats.Scheme:
         """Of the linears that no override names."""
-        return formats.scheme(self.recipe.quantization.format, self.recipe.quantization.activations)
+        return formats.scheme(self.quantization.format, self.quantization.activations)
 
     @cached_property
     def block_groups(self) -> list[tuple[blocks.SelectedGroup, ...]]:
         """Per block, the groups that are quantized."""
         return [
-            blocks.selected(self.family.linear_groups(self.config, i), self.family.block(i), self.recipe.quantization)
+            blocks.selected(self.family.linear_groups(self.config, i), self.family.block(i), self.quantization)
             for i in range(self.config.num_hidden_layers)
         ]
 
@@ -132,6 +143,7 @@ def run(
         propose.rotate(state)
         baseline(state)
         state.release_target()
+        allocate(state)
         quantize(state)
         stage.distill(state)
         staging = stage_bundle(state, out)
@@ -221,7 +233,7 @@ def quantize(state: Run) -> None:
     refuse_unknown(state, stream)
     if done < total:
         sensitivity.check(state)
-        flows = start_activations(state, stream, done) if state.recipe.quantization.needs_data else []
+        flows = start_activations(state, stream, done) if state.quantization.needs_data else []
         with state.ui.progress("quantize", sum(len(groups) for groups in state.block_groups[done:])) as progress:
             for index in range(done, total):
                 quantize_block(state, stream, index, flows, progress.advance)
@@ -278,7 +290,7 @@ def quantize_block(
 ) -> None:
     """Quantize one block, save its tensors, and move the calibration rows through it; those of the full-precision model
     (`flows[1:]`) before it is quantized."""
-    settings, size = state.recipe.quantization, state.recipe.calibration.batch_size
+    settings, size = state.quantization, state.recipe.calibration.batch_size
     groups, prefix = state.block_groups[index], state.family.block(index)
     smoothed = state.recipe.transform.smoothing != "none" and bool(groups)
     with stream.block(index) as layer:

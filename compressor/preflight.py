@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from compressor import transform_stage
+from compressor.allocate import budget
 from compressor.checkpoint import source
 from compressor.errors import CompressError, UsageError, brief
 from compressor.evals import prompts as evaluation_prompts
@@ -121,6 +122,7 @@ def check_source(state: Run) -> None:
     check_patterns(state.recipe.quantization, state.family, state.config, inventory)
     transform_stage.refuse_unfit(state.recipe, state.family, state.config, inventory)
     skeleton.build(state.config, state.dtype)
+    asked, shapes_of_groups = state.recipe.quantization, []
     for index, groups in enumerate(state.block_groups):
         prefix = state.family.block(index)
         for group in groups:
@@ -128,7 +130,11 @@ def check_source(state: Run) -> None:
             for key in keys:
                 if key not in inventory.tensors:
                     raise CompressError(f"{state.source.folder}: tensor '{key}' is missing from the shards")
-            check_shapes(group, prefix, [inventory.tensors[key].shape for key in keys])
+            shapes_of_groups.append([inventory.tensors[key].shape for key in keys])
+            for variant in budget.variants(group, asked):
+                check_shapes(variant, prefix, shapes_of_groups[-1])
+    if asked.allocation is not None:
+        budget.check(asked, shapes_of_groups, state.dtype)
     settings = state.recipe.measure.acceptance
     if state.recipe.proposer.kind != "none":
         proposer = state.recipe.proposer

@@ -255,6 +255,14 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
+    def _allocation_has_rows(self) -> Self:
+        spec = self.quantization.allocation
+        if spec is not None and spec.rows > self.calibration.rows:
+            reason = f"there are {self.calibration.rows} calibration rows; lower it, or raise calibration.rows"
+            raise refuse("quantization.allocation.rows", spec.rows, reason)
+        return self
+
+    @model_validator(mode="after")
     def _transform_fits(self) -> Self:
         spec = self.transform
         if spec.smoothing != "none" and not self.quantization.needs_hessians:

@@ -45,15 +45,15 @@ def check_activations(key: str, name: str, activations: str) -> None:
         raise refuse(key, activations, reason + " or ".join(able))
 
 
-def check_together(names: list[str]) -> None:
+def check_together(names: list[str], first: str, others: str) -> None:
     """Refuse formats that one bundle cannot hold: transformers loads asymmetric ones only by decoding every linear as
-    the first group of the configuration says."""
+    the first group of the configuration says. `first`, `others`: keys that name the first and the others."""
     from compressor import formats
 
     asymmetric = [name for name in names if not formats.get(name).weights_config()["symmetric"]]
     if asymmetric and len(set(names)) > 1:
         reason = "transformers cannot load it beside another format; take a symmetric one"
-        raise refuse("overrides" if asymmetric[0] != names[0] else "format", asymmetric[0], reason)
+        raise refuse(others if asymmetric[0] != names[0] else first, asymmetric[0], reason)
 
 
 class Override(Section):
@@ -80,6 +80,43 @@ class Override(Section):
     def names(self, module: str) -> bool:
         """Whether a linear is among the targets, by its full name."""
         return any(matches(pattern, module) for pattern in self.targets)
+
+
+class Allocation(Section):
+    """A format for every group of linears that share an input, chosen by what each costs in KL, under a budget."""
+
+    bits_per_weight: float = Field(
+        gt=0,
+        description="Mean bits that a weight may take: of all linears that a format is chosen for, scales counted, those "
+        "left unquantized too.",
+    )
+    formats: list[str] = Field(
+        min_length=2,
+        description="Formats to choose from; none leaves a group unquantized. Inputs are as quantization.activations "
+        "says where the format allows it, else in 16 bits.",
+        json_schema_extra=lambda schema: schema["items"].update(enum=[*format_names(), UNQUANTIZED]),
+    )
+    rows: int = Field(default=4, ge=1, description="Calibration rows that KL is measured on.")
+    measure: Literal["cheapest", "all"] = Field(
+        default="cheapest",
+        description="all measures the KL of every format; cheapest that of the smallest, and of those that round inputs, "
+        "and predicts the others' from the error they leave in the linears' outputs.",
+    )
+
+    @field_validator("formats")
+    @classmethod
+    def _formats_exist(cls, names: list[str]) -> list[str]:
+        for name in names:
+            known_format(name, UNQUANTIZED)
+        return names
+
+    @model_validator(mode="after")
+    def _formats_differ(self) -> Self:
+        twice = [name for index, name in enumerate(self.formats) if name in self.formats[:index]]
+        if twice:
+            raise refuse("formats", twice[0], "it is listed twice; remove one")
+        check_together([name for name in self.formats if name != UNQUANTIZED], "formats", "formats")
+        return self
 
 
 class Quantization(Section):
@@ -126,6 +163,9 @@ class Quantization(Section):
         default_factory=list,
         description="Linears in another format; the last entry that names one counts, and ignore before them all.",
     )
+    allocation: Allocation | None = Field(
+        default=None, description="Choose formats under a budget of bits, in place of overrides; null = not."
+    )
 
     @field_validator("format")
     @classmethod
@@ -140,7 +180,19 @@ class Quantization(Section):
                 check_activations(
                     f"overrides[{index}].activations", entry.format, entry.activations or self.activations
                 )
-        check_together([self.format, *(entry.format for entry in self.overrides if entry.format != UNQUANTIZED)])
+        named = [entry.format for entry in self.overrides if entry.format != UNQUANTIZED]
+        check_together([self.format, *named], "format", "overrides")
+        return self
+
+    @model_validator(mode="after")
+    def _allocation_alone_names_formats(self) -> Self:
+        if self.allocation is None:
+            return self
+        if self.overrides:
+            raise refuse("overrides", "…", "allocation chooses every linear's format; remove one of the two")
+        if self.format not in self.allocation.formats:
+            reason = f"allocation.formats ({', '.join(self.allocation.formats)}) does not hold it; take one of those"
+            raise refuse("format", self.format, reason)
         return self
 
     @model_validator(mode="after")
@@ -162,7 +214,8 @@ class Quantization(Section):
     @property
     def shares_scales(self) -> bool:
         """Whether some rows have no scales of their own, so that none can be fitted row by row."""
-        return ROW_BLOCKS in (self.format, *(entry.format for entry in self.overrides))
+        allocated = self.allocation.formats if self.allocation is not None else []
+        return ROW_BLOCKS in (self.format, *allocated, *(entry.format for entry in self.overrides))
 
     @property
     def needs_hessians(self) -> bool:
@@ -171,9 +224,26 @@ class Quantization(Section):
 
     @property
     def needs_data(self) -> bool:
-        """Whether there is a calibration at all; 4-bit activations need the largest input of every linear."""
+        """Whether there is a calibration at all; 4-bit activations need the largest input of every linear, and
+        allocation rows to measure on."""
         inputs = [self.activations, *(entry.activations for entry in self.overrides)]
-        return self.needs_hessians or "4bit" in inputs
+        return self.needs_hessians or "4bit" in inputs or self.allocation is not None
+
+    @property
+    def candidates(self) -> list[tuple[str, str] | None]:
+        """(format, activations) of each of `allocation.formats`; None for none. Without an allocation: of `format`."""
+        from compressor import formats
+
+        if self.allocation is None:
+            return [(self.format, self.activations)]
+        found: list[tuple[str, str] | None] = []
+        for name in self.allocation.formats:
+            if name == UNQUANTIZED:
+                found.append(None)
+                continue
+            able = formats.rounded_activations(formats.get(name)) == self.activations
+            found.append((name, self.activations if able else formats.UNROUNDED))
+        return found
 
     def ignores(self, module: str) -> bool:
         """Whether a linear (full name, ``model.layers.0.mlp.down_proj``) matches one of the `ignore` patterns."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from compressor import bundle, propose, transform_stage
+from compressor.allocate import stage as allocation
 from compressor.blocks import QuantizedLayer
 from compressor.bundle import environment as machine
 from compressor.bundle import ledger
@@ -191,8 +192,9 @@ def passport(state: Run, folder: Path) -> Passport:
 
 
 def _quantization(state: Run, folder: Path) -> dict:
-    settings, fmt = state.recipe.quantization, state.scheme.fmt
+    settings, fmt = state.quantization, state.scheme.fmt
     calibration, distilled = state.job.stage("calibration"), state.job.stage(stage.STAGE)
+    allocated = state.job.stage(allocation.STAGE)
     blocks = range(state.config.num_hidden_layers)
     layers = [row for index in blocks for row in state.job.finished_block(index)["layers"]]
     return {
@@ -206,6 +208,7 @@ def _quantization(state: Run, folder: Path) -> dict:
         "settings": settings.model_dump(mode="json", exclude={"format", "activations", "method"}),
         "calibration": _calibration(calibration) if calibration else None,
         "layers": layers,
+        "allocation": allocation.passport(allocated) if allocated else None,
         "distillation": _distillation(distilled) if distilled else None,
         "ignored": ignored(state),
     }
@@ -243,7 +246,7 @@ def _decisions(state: Run) -> list[dict]:
     decisions = [
         {"what": "embeddings, norms and lm_head stored in " + state.recipe.source.dtype, "why": "engines read them so"}
     ]
-    if not state.recipe.quantization.needs_data:
+    if state.job.stage("calibration") is None:
         decisions.append({"what": "no calibration", "why": "rounding to nearest without a scale search uses no data"})
     damping = state.recipe.quantization.damping
     for index in range(state.config.num_hidden_layers):
@@ -256,6 +259,9 @@ def _decisions(state: Run) -> list[dict]:
             if dead:
                 decisions.append({"what": f"{row['name']}: {dead} inputs dropped", "why": "always zero in calibration"})
     decisions += transform_stage.decisions(state)
+    allocated = state.job.stage(allocation.STAGE)
+    if allocated is not None:
+        decisions += allocation.decisions(allocated)
     distilled = state.job.stage(stage.STAGE)
     if distilled is not None:
         loss = f"KL on the rows set aside was {distilled['before']:.4f} before and {distilled['after']:.4f} after"

@@ -150,6 +150,64 @@ class Distillation(Record):
     """Estimates of the KL on the rows of each step."""
 
 
+class AllocationOption(Record):
+    """One way to store a group of linears."""
+
+    format: str
+    """`none`: not quantized."""
+    activations: Activations | None
+    bytes: PositiveInt
+    """Of the group's weights, scales included."""
+    kl: NonNegativeFloat
+    """KL(original ‖ original with only this group rounded to nearest so), nats a token."""
+    known: Literal["measured", "predicted", "exact"]
+    """predicted: by `allocation.prediction`; exact: nothing is rounded."""
+    output_error: NonNegativeFloat
+    """Squared error of the group's outputs, tr(E H Eᵀ), that rounding its weights leaves."""
+
+
+class AllocationGroup(Record):
+    """Linears that share an input, and so a format."""
+
+    linears: list[str]
+    fused_as: str | None
+    """What engines call the one matrix that they make of them."""
+    weights: PositiveInt
+    options: list[AllocationOption]
+    chosen: NonNegativeInt
+    """Which of `options`."""
+
+    @model_validator(mode="after")
+    def _chosen_is_an_option(self) -> Self:
+        if self.chosen >= len(self.options):
+            raise ValueError(f"chosen is {self.chosen}, there are {len(self.options)} options")
+        return self
+
+
+class Allocation(Record):
+    """How formats were chosen: the least sum of the groups' KLs under a budget."""
+
+    budget_bits_per_weight: PositiveFloat
+    budget_bytes: PositiveInt
+    bytes: PositiveInt
+    """Of the chosen options together."""
+    bits_per_weight: PositiveFloat
+    """8 · `bytes` by the weights of all groups, those left unquantized too."""
+    rows: PositiveInt
+    """Calibration rows that KL was measured on."""
+    length: PositiveInt
+    kl_sum: NonNegativeFloat
+    """Of the chosen options."""
+    kl_sum_bound: NonNegativeFloat
+    """No choice within the budget has a smaller sum."""
+    kl_per_byte: NonNegativeFloat
+    """What one more byte would take off the sum, to first order."""
+    seconds: NonNegativeFloat
+    prediction: Evidence | None
+    """How the predicted KLs are known; null where there are none."""
+    groups: list[AllocationGroup]
+
+
 class Quantization(Record):
     """What was rounded, how, and with what error."""
 
@@ -168,6 +226,7 @@ class Quantization(Record):
     settings: Settings = {}
     calibration: Calibration | None = None
     layers: list[Layer]
+    allocation: Allocation | None = None
     distillation: Distillation | None = None
     ignored: list[str]
     """Entries of config.json's `ignore`: linears left in `target.dtype`."""

@@ -1,6 +1,6 @@
 """KL to the original's next-token law and its gradient, without keeping logits."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -15,11 +15,19 @@ Logits = Callable[[Tensor], Tensor]
 
 def kl(teacher: Logits, student: Logits, wanted: Tensor, hidden: Tensor) -> float:
     """Mean KL(teacher ‖ student) in nats; wanted, hidden [rows, length, H]: what leaves either's last block."""
-    total = 0.0
-    for target, state in _parts(wanted, hidden):
-        log_p, log_q = (f(x).float().log_softmax(-1) for f, x in ((teacher, target), (student, state)))
-        total += float((log_p.exp() * (log_p - log_q)).sum(dtype=torch.float64))
-    return total / hidden.shape[:2].numel()
+    return kls(teacher, student, wanted, [hidden])[0]
+
+
+def kls(teacher: Logits, student: Logits, wanted: Tensor, several: Sequence[Tensor]) -> list[float]:
+    """`kl` of each of several hidden states."""
+    totals = [0.0] * len(several)
+    for target, *states in _parts(wanted, *several):
+        log_p = teacher(target).float().log_softmax(-1)
+        p = log_p.exp()
+        for index, state in enumerate(states):
+            log_q = student(state).float().log_softmax(-1)
+            totals[index] += float((p * (log_p - log_q)).sum(dtype=torch.float64))
+    return [total / wanted.shape[:2].numel() for total in totals]
 
 
 def kl_gradient(teacher: Logits, student: Logits, wanted: Tensor, hidden: Tensor) -> tuple[float, Tensor]:
