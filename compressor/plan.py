@@ -10,6 +10,7 @@ import torch
 from transformers import AutoConfig
 
 from compressor import blocks, formats, models, plan_costs
+from compressor.allocate import budget
 from compressor.bundle import ledger
 from compressor.bundle.contents import layout_bytes
 from compressor.checkpoint import source
@@ -19,13 +20,14 @@ from compressor.errors import CompressError
 from compressor.models import skeleton
 from compressor.plan_base import Group, Job, Stage
 from compressor.preflight import check_patterns, check_shapes
-from compressor.recipe import Recipe
+from compressor.recipe import Quantization, Recipe
 from compressor.transform_stage import refuse_unfit
 
 
 @dataclass(frozen=True)
 class LinearClass:
-    """Linears of one name, format and shape across the blocks. Bytes are of all `count` of them, bias not counted."""
+    """Linears of one name, format and shape across the blocks. Bytes are of all `count` of them, bias not counted;
+    with an allocation their share of its budget."""
 
     name: str
     format: str
@@ -87,8 +89,8 @@ def make(recipe: Recipe) -> Plan:
         "name": recipe.name,
         "recipe_digest": recipe.digest(),
         "source": {"uri": spec.uri, "kind": kind, "local": local, "basis": found[2] if found else None},
-        "format": fmt.name,
-        "bits_per_weight": fmt.bits_per_weight,
+        "format": _format_name(settings),
+        "bits_per_weight": settings.allocation.bits_per_weight if settings.allocation else fmt.bits_per_weight,
         "activations": settings.activations,
         "method": settings.method,
         "calibration_tokens": recipe.calibration.rows * recipe.calibration.length
@@ -106,18 +108,25 @@ def make(recipe: Recipe) -> Plan:
     refuse_unfit(recipe, models.get(config.model_type), config, inventory)
     groups, ignored = _groups(recipe, config, inventory)
     classes = _classes(groups, inventory, recipe)
-    job = _job(recipe, config, inventory, groups, classes)
+    quantized = sum(item.bytes_after for item in classes)
+    if settings.allocation is not None:
+        quantized = budget.check(settings, [group.shapes for group in groups], getattr(torch, spec.dtype))
+    job = _job(recipe, config, inventory, groups, quantized)
     machine = plan_costs.measure_machine(fmt, settings.scale_search, recipe.run.threads)
     stages = plan_costs.stages(job, machine)
     peak = max(stages, key=lambda stage: stage.memory_bytes)
     notes = _notes(basis, inventory, kind)
+    if settings.allocation is not None:
+        notes.append("which linears get which format is found when it runs; bytes are what the budget allows")
     if recipe.transform.smoothing != "none" and recipe.transform.alpha is None:
         notes.append("the search of transform.smoothing is not in the time")
     if job.calibration_tokens and job.activation_bytes > recipe.run.activation_budget_bytes:
         notes.append("calibration activations exceed run.activation_budget_bytes and go to disk")
     shapes = [(group.scheme.fmt.name, shape) for group in groups for shape in group.shapes]
+    if shapes and settings.allocation is None:
+        known["bits_per_weight"] = ledger.bits_per_weight(shapes)
     return Plan(
-        **known | {"bits_per_weight": ledger.bits_per_weight(shapes) if shapes else fmt.bits_per_weight},
+        **known,
         linears=classes,
         ignored=ignored,
         tensors=len(inventory.tensors),
@@ -207,7 +216,8 @@ def _groups(recipe: Recipe, config: Any, inventory: Inventory) -> tuple[list[Gro
                 if info is None:
                     raise CompressError(f"{recipe.source.uri}: tensor '{prefix}{name}.weight' is missing")
                 shapes.append((info.shape[0], info.shape[1]))
-            check_shapes(group, prefix, [*shapes])
+            for variant in budget.variants(group, recipe.quantization):
+                check_shapes(variant, prefix, [*shapes])
             groups.append(Group(index, prefix, group.names, tuple(shapes), group.scheme))
     return groups, ignored
 
@@ -219,23 +229,34 @@ def _classes(groups: list[Group], inventory: Inventory, recipe: Recipe) -> list[
         for name, shape in zip(group.names, group.shapes, strict=True):
             counts[name, shape, group.scheme] += 1
             before[name, shape, group.scheme] += inventory.tensors[f"{group.prefix}{name}.weight"].nbytes
-    dtype = getattr(torch, recipe.source.dtype)
+    dtype, settings = getattr(torch, recipe.source.dtype), recipe.quantization
+
+    def bytes_after(shape: tuple[int, int], scheme: formats.Scheme, count: int) -> int:
+        if settings.allocation is not None:
+            return int(settings.allocation.bits_per_weight * count * shape[0] * shape[1] / 8)
+        return count * layout_bytes(scheme.fmt, shape, dtype, scheme.rounds_inputs)
+
     return [
         LinearClass(
             name=name,
-            format=scheme.fmt.name,
+            format=scheme.fmt.name if settings.allocation is None else _format_name(settings),
             count=count,
             out_features=shape[0],
             in_features=shape[1],
             bytes_before=before[name, shape, scheme],
-            bytes_after=count * layout_bytes(scheme.fmt, shape, dtype, scheme.rounds_inputs),
+            bytes_after=bytes_after(shape, scheme, count),
         )
         for (name, shape, scheme), count in counts.items()
     ]
 
 
-def _job(recipe: Recipe, config: Any, inventory: Inventory, groups: list[Group], classes: list[LinearClass]) -> Job:
-    """The sizes that memory and time follow from."""
+def _format_name(settings: Quantization) -> str:
+    """Of most linears, or those that an allocation chooses from."""
+    return settings.format if settings.allocation is None else " or ".join(settings.allocation.formats)
+
+
+def _job(recipe: Recipe, config: Any, inventory: Inventory, groups: list[Group], packed_bytes: int) -> Job:
+    """The sizes that memory and time follow from. packed_bytes: of the quantized linears in the bundle."""
     itemsize = getattr(torch, recipe.source.dtype).itemsize
     quantized = {f"{group.prefix}{name}.weight" for group in groups for name in group.names}
     kept = sum(info.nbytes // info.dtype.itemsize for name, info in inventory.tensors.items() if name not in quantized)
@@ -262,7 +283,7 @@ def _job(recipe: Recipe, config: Any, inventory: Inventory, groups: list[Group],
         block_parameters=max(block.values(), default=0),
         blocks_parameters=sum(block.values()),
         source_bytes=inventory.total_bytes,
-        bundle_bytes=sum(item.bytes_after for item in classes) + kept * itemsize,
+        bundle_bytes=packed_bytes + kept * itemsize,
         itemsize=itemsize,
         calibration_tokens=recipe.calibration.rows * recipe.calibration.length if recipe.quantization.needs_data else 0,
     )

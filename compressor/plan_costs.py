@@ -101,6 +101,8 @@ def stages(job: Job, machine: Machine) -> list[Stage]:
         found.append(plan_learning.sensitivity(job, machine, _forward_seconds))
     if recipe.proposer.kind != "none":
         found.append(_acceptance("baseline acceptance", job, machine, job.source_bytes, mapped=True))
+    if recipe.quantization.allocation is not None:
+        found.append(plan_learning.allocation(job, machine, _forward_seconds))
     found.append(_quantization(job, machine))
     if recipe.distillation is not None:
         found.append(plan_learning.distillation(job, machine, _forward_seconds))

@@ -1,17 +1,21 @@
-"""Time and memory of what runs the whole model with gradients: token weights and distillation."""
+"""Time and memory of what runs the whole model to learn from it: token weights, allocation and distillation."""
 
+from collections import Counter
 from collections.abc import Callable
 
 from compressor.distill.loss import TOKENS
+from compressor.formats import UNROUNDED
 from compressor.plan_base import Job, Machine, Stage, make_stage
 
 Forward = Callable[[Job, float, int, int], float]
 """Seconds of (job, FLOP/s, tokens, length) through all blocks."""
 
 
-def _head_seconds(job: Job, machine: Machine, tokens: int, products: int, passes: int) -> float:
-    """`products` with the head's table, and `passes` over float32 logits."""
-    multiplying = products * 2 * tokens * job.vocabulary * job.hidden / machine.bf16_flops
+def _head_seconds(
+    job: Job, machine: Machine, tokens: int, products: float, passes: float, flops: float | None = None
+) -> float:
+    """`products` with the head's table, at `flops` or else in bf16, and `passes` over float32 logits."""
+    multiplying = products * 2 * tokens * job.vocabulary * job.hidden / (flops or machine.bf16_flops)
     return multiplying + passes * tokens * job.vocabulary * 4 / machine.memory_bytes_per_second
 
 
@@ -27,6 +31,39 @@ def sensitivity(job: Job, machine: Machine, forward: Forward) -> Stage:
         "token weights": len(job.groups) * job.calibration_tokens * 4,
     }
     return make_stage("sensitivity", seconds, memory)
+
+
+def allocation(job: Job, machine: Machine, forward: Forward) -> Stage:
+    """In float32: the original twice; for every group a Hessian and a rounding in each format; and for every KL that is
+    measured half the blocks, on average, and the head. A product with the head for the original is shared by a block.
+
+    Memory: hidden states of all that a block's groups make, one block, the head, the Hessians of a block.
+    """
+    recipe, spec = job.recipe, job.recipe.quantization.allocation
+    assert spec is not None
+    tokens, length = spec.rows * recipe.calibration.length, recipe.calibration.length
+    candidates = [candidate for candidate in recipe.quantization.candidates if candidate is not None]
+    rounded = sum(activations != UNROUNDED for _, activations in candidates)
+    each = len(candidates) if spec.measure == "all" else min(rounded + 1, len(candidates))
+    runs = each * len(job.groups)
+    seconds = (2 + runs / 2) * forward(job, machine.float32_flops, tokens, length)
+    seconds += _head_seconds(job, machine, tokens, runs + job.layers, 4 * runs, machine.float32_flops)
+    hessians: dict[int, int] = {}
+    for group in job.groups:
+        hessians[group.block] = hessians.get(group.block, 0) + 4 * group.in_features**2
+        seconds += 2 * (tokens + len(candidates) * group.out_features) * group.in_features**2 / machine.float32_flops
+        seconds += len(candidates) * group.weights * machine.search_seconds_per_weight
+    variants = each * max(Counter(group.block for group in job.groups).values(), default=0)
+    batch_tokens = min(recipe.calibration.batch_size, spec.rows) * length
+    memory = {
+        "states of a block's groups": (3 + variants) * tokens * job.hidden * 4,
+        "current block, or head": 4 * max(job.block_parameters, job.vocabulary * job.hidden),
+        "largest group in float32": 4 * 4 * max((group.weights for group in job.groups), default=0),
+        "Hessians": max(hessians.values(), default=0),
+        "one batch": batch_tokens * (2 * job.hidden + 3 * job.intermediate) * 4,
+        "logits": 6 * 4 * TOKENS * job.vocabulary,
+    }
+    return make_stage("allocation", seconds, memory)
 
 
 def distillation(job: Job, machine: Machine, forward: Forward) -> Stage:

@@ -3,7 +3,7 @@
 from fnmatch import fnmatchcase
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from compressor.recipe_base import Section, refuse
@@ -82,33 +82,33 @@ class Override(Section):
         return any(matches(pattern, module) for pattern in self.targets)
 
 
+Candidate = Annotated[
+    str,
+    AfterValidator(lambda name: known_format(name, UNQUANTIZED)),
+    Field(json_schema_extra=lambda schema: schema.update(enum=[*format_names(), UNQUANTIZED])),
+]
+"""A format, or none."""
+
+
 class Allocation(Section):
     """A format for every group of linears that share an input, chosen by what each costs in KL, under a budget."""
 
     bits_per_weight: float = Field(
         gt=0,
-        description="Mean bits that a weight may take: of all linears that a format is chosen for, scales counted, those "
-        "left unquantized too.",
+        description="Mean bits that a weight may take, scales counted: of all linears that a format is chosen for, "
+        "those left unquantized too.",
     )
-    formats: list[str] = Field(
+    formats: list[Candidate] = Field(
         min_length=2,
         description="Formats to choose from; none leaves a group unquantized. Inputs are as quantization.activations "
         "says where the format allows it, else in 16 bits.",
-        json_schema_extra=lambda schema: schema["items"].update(enum=[*format_names(), UNQUANTIZED]),
     )
     rows: int = Field(default=4, ge=1, description="Calibration rows that KL is measured on.")
     measure: Literal["cheapest", "all"] = Field(
         default="cheapest",
-        description="all measures the KL of every format; cheapest that of the smallest, and of those that round inputs, "
+        description="all: the KL of every format; cheapest: that of the smallest and of those that round inputs, "
         "and predicts the others' from the error they leave in the linears' outputs.",
     )
-
-    @field_validator("formats")
-    @classmethod
-    def _formats_exist(cls, names: list[str]) -> list[str]:
-        for name in names:
-            known_format(name, UNQUANTIZED)
-        return names
 
     @model_validator(mode="after")
     def _formats_differ(self) -> Self:

@@ -216,6 +216,8 @@ def _allowed(kind: str, entry: Any, context: dict, field: FieldInfo | None, sect
         return "must be 64 lower-case hex digits" if "{64}" in pattern else f"must match {pattern}"
     if kind == "string_type":
         return "must be text (write it in quotes)" if value is not None else "must be text"
+    if kind == "too_short":
+        return f"must be a list of at least {context['min_length']}"
     fixed = {
         "int_type": "must be a whole number",
         "int_parsing_size": "is too large",

@@ -55,6 +55,7 @@ def test_the_ready_recipes_are_the_promised_ones():
         "nvfp4-w4a4": ("nvfp4", "4bit", "gptq"),
         "mxfp4": ("mxfp4", "16bit", "gptq"),
         "int4-g128": ("int4-g128", "16bit", "gptq"),
+        "mixed-int4-int8": ("int4-g64", "16bit", "gptq"),
         "best-int4-g64": ("int4-g64", "16bit", "gptq"),
         "best-nvfp4": ("nvfp4", "16bit", "gptq"),
         "best-mxfp4": ("mxfp4", "16bit", "gptq"),
@@ -119,6 +120,7 @@ def violations(value, schema, root=None, at="$"):
         "enum": lambda allowed: value in allowed,
         "pattern": lambda pattern: re.search(pattern, value) is not None,
         "minLength": lambda n: len(value) >= n,
+        "minItems": lambda n: len(value) >= n,
         "minimum": lambda n: value >= n,
         "maximum": lambda n: value <= n,
         "exclusiveMinimum": lambda n: value > n,
@@ -151,6 +153,7 @@ def test_defaults_are_the_documented_ones(write):
             "refit": False,
             "ignore": [],
             "overrides": [],
+            "allocation": None,
         },
         "calibration": {
             "kind": "self",
@@ -377,7 +380,7 @@ def test_overrides_reach_into_sections_that_may_be_absent(write):
 REFUSED = {
     "quantization: {metod: gptq}": "quantization.metod: unknown key; did you mean 'method'?",
     "damping: 0.1": "damping: unknown key; did you mean 'quantization.damping'?",
-    "quantization: {rows: 4}": "quantization.rows: unknown key; did you mean 'calibration.rows'?",
+    "quantization: {rows: 4}": "quantization.rows: unknown key; did you mean 'quantization.allocation.rows'?",
     "quantization: {zzz: 4}": "quantization.zzz: unknown key; allowed: format, activations",
     "quantization: {method: gtpq}": "quantization.method: 'gtpq' is not allowed; must be one of gptq, rtn; did you",
     "quantization: {format: int4-g63}": "must be one of int4-g32, int4-g64",
@@ -410,6 +413,38 @@ REFUSED = {
     ),
     "quantization: {overrides: [{targets: [a], format: none, activations: 16bit}]}": "format none rounds nothing",
     "quantization: {overrides: [{targets: [a], format: int4-g32-asym}]}": "overrides: 'int4-g32-asym' is not allowed:",
+    **{
+        f"quantization: {{{settings}}}": said
+        for settings, said in {
+            "allocation: {bits_per_weight: 5}": "quantization.allocation.formats: missing (Formats to choose from",
+            "allocation: {formats: [int4-g64, int8]}": "quantization.allocation.bits_per_weight: missing",
+            "allocation: {bits_per_weight: 0, formats: [int4-g64, int8]}": "bits_per_weight: 0 is not allowed; must be",
+            "allocation: {bits_per_weight: 5, formats: [int4-g64]}": (
+                'quantization.allocation.formats: ["int4-g64"] is not allowed; must be a list of at least 2'
+            ),
+            "allocation: {bits_per_weight: 5, formats: [int4-g64, int9]}": (
+                "quantization.allocation.formats[1]: 'int9' is not allowed; must be one of int4-g32"
+            ),
+            "allocation: {bits_per_weight: 5, formats: [int4-g64, int8, int4-g64]}": (
+                "quantization.allocation.formats: 'int4-g64' is not allowed: it is listed twice; remove one"
+            ),
+            "format: int4-g64-asym, allocation: {bits_per_weight: 5, formats: [int4-g64-asym, int8]}": (
+                "quantization.allocation.formats: 'int4-g64-asym' is not allowed: transformers cannot load it beside"
+            ),
+            "allocation: {bits_per_weight: 5, formats: [int8, none]}": (
+                "quantization.format: 'int4-g64' is not allowed: allocation.formats (int8, none) does not hold it"
+            ),
+            "overrides: [{targets: [a], format: int8}], allocation: {bits_per_weight: 5, formats: [int4-g64, int8]}": (
+                "quantization.overrides: '…' is not allowed: allocation chooses every linear's format; remove one"
+            ),
+            "allocation: {bits_per_weight: 5, formats: [int4-g64, int8], rows: 129}": (
+                "quantization.allocation.rows: 129 is not allowed: there are 128 calibration rows; lower it"
+            ),
+            "refit: true, allocation: {bits_per_weight: 5, formats: [int4-g64, fp8-block128]}": (
+                "refit: true is not allowed: fp8-block128 shares"
+            ),
+        }.items()
+    },
     "calibration: {rows: 0}": "calibration.rows: 0 is not allowed; must be at least 1",
     "calibration: {rows: 1.5}": "calibration.rows: 1.5 is not allowed; must be a whole number",
     "calibration: {rows: true}": "calibration.rows: true is not allowed; must be a whole number",

@@ -128,7 +128,7 @@ def _round_each(
     states: Sequence[Tensor],
     probe: Probe,
 ) -> tuple[list[list[float]], list[list[Tensor]]]:
-    """(errors [group][candidate], batches that leave the block with each candidate that is measured, group by group)."""
+    """(errors [group][candidate], batches that leave the block with each measured candidate, group by group)."""
     prefix = stream.family.block(index)
     seen = blocks.collect(layer, groups, states, lambda x: stream.run(index, layer, x), hessians=True, channels=True)
     errors, changed = [], []
@@ -202,8 +202,8 @@ def _costs(
         known = {place: next(measured) for place in range(len(row)) if probe.measures(place)}
         if not all(map(math.isfinite, known.values())):
             raise CompressError(
-                f"{prefix}{group.names[0]}: the KL with its group rounded is not finite; check the source's weights, or "
-                "add it to quantization.ignore"
+                f"{prefix}{group.names[0]}: the KL with its group rounded is not finite; check the source's weights, "
+                "or add it to quantization.ignore"
             )
         costs.append([_cost(place, row, known, probe) for place in range(len(row))])
     return costs

@@ -119,8 +119,8 @@ def _choose(state: Run, costs: list[list[list[dict]]]) -> dict:
         rows.append({"linears": names, "fused_as": fused, "weights": budget.weights(shapes), "options": options})
     allowed = budget.check(asked, [_shapes(state, row["linears"]) for row in rows], state.dtype)
     found = choose([[(option["bytes"], option["kl"]) for option in row["options"]] for row in rows], allowed)
-    for row, index in zip(rows, found.indices, strict=True):
-        row["chosen"] = index
+    for made, index in zip(rows, found.indices, strict=True):
+        made["chosen"] = index
     return {
         "budget_bits_per_weight": spec.bits_per_weight,
         "budget_bytes": allowed,
@@ -149,22 +149,20 @@ def decisions(record: dict) -> list[dict]:
     groups = record["groups"]
     smallest = budget.cheapest([[option["bytes"] for option in group["options"]] for group in groups])
     why = (
-        f"the sum of the groups' KLs is {record['kl_sum']:.3g}, and no choice within {record['budget_bytes']} bytes has "
+        f"the sum of the groups' KLs is {record['kl_sum']:.3g}, and no choice in {record['budget_bytes']} bytes has "
         f"less than {record['kl_sum_bound']:.3g}; each is of one group rounded to nearest, before any channel scales, "
         "and together they may cost more or less"
     )
     made = [{"what": f"formats chosen by KL: {_counts(groups)}", "why": why}]
-    kept = [group for group in groups if group["chosen"] != smallest]
+    kept = [g for g in groups if g["options"][g["chosen"]]["bytes"] > g["options"][smallest]["bytes"]]
     for group in sorted(kept, key=lambda group: -group["options"][smallest]["kl"])[:TOLD]:
         small, chosen = group["options"][smallest], group["options"][group["chosen"]]
         each = (small["kl"] - chosen["kl"]) / (chosen["bytes"] - small["bytes"])
         cost = f"its KL at {_named(small)} of {small['kl']:.3g} ({small['known']}) costs {each:.2g} a byte saved"
-        made.append(
-            {
-                "what": f"keeps {group['fused_as'] or group['linears'][0]} at {_named(chosen)}",
-                "why": f"{cost}; the next byte would save {record['kl_per_byte']:.2g} elsewhere",
-            }
-        )
+        price = record["kl_per_byte"]
+        rest = f"the next byte would save {price:.2g} elsewhere" if each >= price else "it fits what the others left"
+        what = f"keeps {group['fused_as'] or group['linears'][0]} at {_named(chosen)}"
+        made.append({"what": what, "why": f"{cost}; {rest}"})
     return made
 
 

@@ -46,6 +46,7 @@ def differences(folder: Path, passport: Passport, digests: dict[str, str]) -> li
             *_config(config, passport),
             *(_quantization(schemes, passport) if schemes else unreadable),
             *_layers(reader, passport, schemes),
+            *_allocation(passport),
             *_fused(folder, reader, passport),
             *_unquantized(reader, passport, schemes),
             *_numbers(reader, passport),
@@ -185,6 +186,26 @@ def _layers(reader: ShardReader, passport: Passport, schemes: Schemes | None) ->
         problems += _layer(reader, entry, stored.get(entry.name, []), activations != formats.UNROUNDED, dtype)
     unlisted = sorted(formats.quantized_layers(names).keys() - seen)
     return problems + [f"{name}: quantized, but not in quantization.layers" for name in unlisted]
+
+
+def _allocation(passport: Passport) -> list[str]:
+    """The formats that the passport says were chosen are those of its layers, and take the bytes it says."""
+    allocation = passport.quantization.allocation
+    if allocation is None:
+        return []
+    layers, problems = {layer.name: layer for layer in passport.quantization.layers}, []
+    for group in allocation.groups:
+        option, found = group.options[group.chosen], [layers[name] for name in group.linears if name in layers]
+        for name in group.linears:
+            stored = layers[name].format if name in layers else "none"
+            problems += _unequal(f"quantization.allocation of {name}", option.format, stored, "its layers")
+        if option.format != "none":
+            packed = sum(layer.packed_bytes for layer in found)
+            problems += _unequal(
+                f"quantization.allocation bytes of {group.linears[0]}", option.bytes, packed, "its layers"
+            )
+    chosen = sum(group.options[group.chosen].bytes for group in allocation.groups)
+    return problems + _unequal("quantization.allocation.bytes", allocation.bytes, chosen, "its groups")
 
 
 def _scheme(schemes: Schemes, name: str, said: tuple[str, str], passport: Passport) -> list[str]:
