@@ -47,7 +47,7 @@ def source(tmp_path):
 def recipe(source, rows, *, allocation=None, **sections):
     quantization = {"format": "int4-g32", **sections.pop("quantization", {})}
     if allocation is not None:
-        quantization["allocation"] = {"bits_per_weight": 7, "formats": FORMATS, "rows": 3, **allocation}
+        quantization["allocation"] = {"bits_per_weight": 7, "formats": FORMATS, "rows": 4, **allocation}
     return Recipe.from_dict(
         {
             "name": "tiny",
@@ -80,7 +80,7 @@ def test_the_choice_keeps_to_the_budget_and_the_bundle_is_what_the_passport_says
     bundle.verify(signing.ensure_keypair()[1])
     quantization = bundle.passport.quantization
     made = quantization.allocation
-    assert len(made.groups) == GROUPS and made.rows == 3 and made.length == 32
+    assert len(made.groups) == GROUPS and made.rows == 4 and made.length == 32
     assert made.bits_per_weight <= 7 and made.bytes <= made.budget_bytes
     assert made.bytes == sum(group.options[group.chosen].bytes for group in made.groups)
     assert made.bits_per_weight == pytest.approx(8 * made.bytes / sum(group.weights for group in made.groups))
@@ -132,7 +132,7 @@ def kl_of_the_whole_model(source, ids, names, fmt):
 def test_what_is_measured_is_the_kl_of_the_whole_model_with_one_group_rounded(tmp_path, rows, family):
     source = tiny.save(tmp_path / "source", family)
     bundle = run(tmp_path, recipe(source, rows, allocation={"formats": ["int4-g32", "int8"], "measure": "all"}))
-    ids, off = load_file(rows)["ids"][:3], []
+    ids, off = load_file(rows)["ids"][:4], []
     for group in bundle.passport.quantization.allocation.groups:
         for option in group.options:
             assert option.known == "measured"
