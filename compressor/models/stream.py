@@ -112,8 +112,10 @@ class BlockStream:
 
     @contextmanager
     def head(self) -> Iterator:
-        """A function hidden [rows, length, hidden] → logits [rows, length, vocab], with final norm and head loaded."""
+        """A function hidden [rows, length, hidden] → logits [rows, length, vocab], with final norm and head loaded. Of
+        any length: the blocks' arguments are afterwards as they were."""
         norm, head = self.model.model.norm, self.model.lm_head
+        arguments = [recorder.arguments for recorder in self.recorders]  # passes of the head record those of its own
         tied = bool(self.config.tie_word_embeddings)
         skeleton.fill(norm, self.family.final_norm + ".", self.weights.get, self.dtype)
         skeleton.fill(head, (self.family.embedding if tied else self.family.head) + ".", self.weights.get, self.dtype)
@@ -125,5 +127,7 @@ class BlockStream:
         try:
             yield logits
         finally:
+            for recorder, noted in zip(self.recorders, arguments, strict=True):
+                recorder.arguments = noted
             skeleton.release(norm)
             skeleton.release(head)

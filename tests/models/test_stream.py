@@ -34,6 +34,20 @@ def test_streamed_logits_equal_transformers(tmp_path, kind):
     assert all(p.is_meta for p in stream.model.parameters()), "weights stay in memory after their block has run"
 
 
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_blocks_run_on_after_the_head_saw_rows_of_another_length(tmp_path, kind):
+    folder = tiny.save(tmp_path, kind, dtype=torch.float32)
+    config, _ = model_config(folder)
+    stream = BlockStream(Weights(folder), config, torch.float32)
+    hidden = stream.embed(torch.arange(3, 27)[None])
+    with stream.block(0) as layer:
+        before = stream.run(0, layer, hidden)
+    with stream.head() as logits:
+        logits(hidden[:, :5])
+    with stream.block(0) as layer:
+        assert torch.equal(stream.run(0, layer, hidden), before)
+
+
 def test_a_wrong_block_order_is_seen(tmp_path):
     folder = tiny.save(tmp_path, dtype=torch.float32)
     ids = torch.arange(3, 27)[None]
