@@ -119,6 +119,22 @@ class InputStatistics:
         )
 
 
+@contextmanager
+def _shown(
+    linears: Mapping["SelectedGroup", nn.Linear], see: Callable[["SelectedGroup", torch.Tensor], None]
+) -> Iterator[None]:
+    """`see` gets every input of these linears, with its group, before they run."""
+    hooks = [
+        linear.register_forward_pre_hook(lambda _, args, group=group: see(group, args[0]))
+        for group, linear in linears.items()
+    ]
+    try:
+        yield
+    finally:
+        for handle in hooks:
+            handle.remove()
+
+
 def collect(
     layer: nn.Module,
     groups: Sequence["SelectedGroup"],
@@ -165,11 +181,7 @@ def collect(
         if group is groups[-1]:
             raise _InputsSeen
 
-    hooks = [
-        linear.register_forward_pre_hook(lambda _, args, group=group: see(group, args[0]))
-        for group, linear in linears.items()
-    ]
-    try:
+    with _shown(linears, see):
         for hidden in batches:
             if reference is not None:
                 of_reference = True
@@ -178,9 +190,6 @@ def collect(
             with suppress(_InputsSeen):
                 forward(hidden)
             row += len(hidden)
-    finally:
-        for handle in hooks:
-            handle.remove()
     for group, entry in statistics.items():
         entry.finish(group.names[0])
     return statistics
