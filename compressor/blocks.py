@@ -88,8 +88,10 @@ class InputStatistics:
                     exact = reference.reshape(x.shape).float()
                     self.cross += (exact if root is None else exact * root).T @ wide
 
-    def finish(self) -> None:
-        """All inputs have been added."""
+    def finish(self, name: str) -> None:
+        """All inputs have been added. Raises CompressError naming the linear for one that is not finite."""
+        if not self.finite:
+            raise CompressError(f"{name}: calibration input is not finite; check the source's weights and dtype")
         if self.hessian is not None:
             below = self.hessian.triu(1).T
             self.hessian.triu_().add_(below).div_(max(self.tokens, 1))
@@ -115,6 +117,22 @@ class InputStatistics:
             and (self.hessian is None or bool(self.hessian.diagonal().isfinite().all()))
             and (self.cross is None or bool(self.cross.isfinite().all()))
         )
+
+
+@contextmanager
+def _shown(
+    linears: Mapping["SelectedGroup", nn.Linear], see: Callable[["SelectedGroup", torch.Tensor], None]
+) -> Iterator[None]:
+    """`see` gets every input of these linears, with its group, before they run."""
+    hooks = [
+        linear.register_forward_pre_hook(lambda _, args, group=group: see(group, args[0]))
+        for group, linear in linears.items()
+    ]
+    try:
+        yield
+    finally:
+        for handle in hooks:
+            handle.remove()
 
 
 def collect(
@@ -144,28 +162,26 @@ def collect(
 
     Raises CompressError for an input that is not finite, naming the linear.
     """
-    statistics: dict[SelectedGroup, InputStatistics] = {}
-    hooks = []
+    linears = {group: _linear(layer, group.names[0]) for group in groups}
+    crossed = reference is not None
+    statistics = {
+        group: InputStatistics.empty(
+            linear.in_features, hessian=hessians, amax=group.needs_range, cross=crossed, channels=channels
+        )
+        for group, linear in linears.items()
+    }
     exact: dict[SelectedGroup, torch.Tensor] = {}
     of_reference, row = False, 0
-    for group in groups:
-        linear = _linear(layer, group.names[0])
-        entry = InputStatistics.empty(
-            linear.in_features, hessian=hessians, amax=group.needs_range, cross=reference is not None, channels=channels
-        )
-        statistics[group] = entry
 
-        def hook(module, args, entry=entry, group=group, last=group is groups[-1]):
-            if of_reference:
-                exact[group] = args[0]
-                return
-            part = weights[group][row : row + len(args[0])] if weights else None
-            entry.add(args[0], exact.pop(group, None), part)
-            if last:
-                raise _InputsSeen
+    def see(group: SelectedGroup, x: torch.Tensor) -> None:
+        if of_reference:
+            exact[group] = x
+            return
+        statistics[group].add(x, exact.pop(group, None), weights[group][row : row + len(x)] if weights else None)
+        if group is groups[-1]:
+            raise _InputsSeen
 
-        hooks.append(linear.register_forward_pre_hook(hook))
-    try:
+    with _shown(linears, see):
         for hidden in batches:
             if reference is not None:
                 of_reference = True
@@ -174,14 +190,8 @@ def collect(
             with suppress(_InputsSeen):
                 forward(hidden)
             row += len(hidden)
-    finally:
-        for handle in hooks:
-            handle.remove()
     for group, entry in statistics.items():
-        if not entry.finite:
-            name = group.names[0]
-            raise CompressError(f"{name}: calibration input is not finite; check the source's weights and dtype")
-        entry.finish()
+        entry.finish(group.names[0])
     return statistics
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from compressor.blocks import SelectedGroup
 from compressor.checkpoint import writer
 from compressor.checkpoint.digest import sha256_file
+from compressor.decode.sampling import draw
 from compressor.errors import CompressError
 from compressor.job import check_file
 from compressor.job_tensors import calibration_ids
@@ -115,14 +116,7 @@ def _backward(model: nn.Module, ids: Tensor, generator: torch.Generator) -> None
         if not bool(logits.isfinite().all()):
             raise CompressError("sensitivity: the original's logits are not finite; check its weights and dtype")
         law = torch.softmax(logits[0], -1, dtype=torch.float32)
-        drawn = draw(law, generator)
+        # one random number a row: torch.multinomial draws one for every entry, which took a fifth of this stage
+        drawn = draw(law, torch.rand(len(law), generator=generator))[:, None]
         gradient = law.scatter_add_(1, drawn, torch.full(drawn.shape, -1.0)).to(logits.dtype)
     logits.backward(gradient[None])
-
-
-def draw(law: Tensor, generator: torch.Generator) -> Tensor:
-    """One index int64 [rows, 1] by each row of `law` [rows, V]. torch.multinomial draws a number for every entry, which
-    took a fifth of this stage; here it is one a row, sought in the running sum."""
-    reached = law.cumsum(-1)
-    wanted = torch.rand(len(law), 1, generator=generator) * reached[:, -1:]
-    return torch.searchsorted(reached, wanted, right=True).clamp_(max=law.shape[1] - 1)

@@ -40,7 +40,7 @@ def test_a_hessian_by_panels_is_the_whole_product(monkeypatch, panel, dtype):
     expected = (rows.T @ rows / len(rows)).float()
     half = entry.hessian / entry.tokens
     assert torch.allclose(half, expected, atol=1e-4) == (panel > 48)  # negative control: before `finish`
-    entry.finish()
+    entry.finish("input")
     assert torch.allclose(entry.hessian, expected, atol=1e-4)
     assert torch.equal(entry.hessian, entry.hessian.T)
     assert entry.amax == float(rows.abs().max()) and entry.tokens == len(rows)
@@ -103,7 +103,7 @@ def test_cross_terms_of_scaled_inputs_are_those_of_the_inputs_scaled():
     found[0].add(x, other)
     found[1].add(x / scales, other / scales)
     for entry in found:
-        entry.finish()
+        entry.finish("input")
     found[0].divide(scales)
     for name in ("hessian", "cross", "amax"):
         torch.testing.assert_close(getattr(found[0], name), getattr(found[1], name), atol=1e-4, rtol=1e-5)

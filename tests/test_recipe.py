@@ -57,8 +57,6 @@ def test_the_ready_recipes_are_the_promised_ones():
         "int4-g128": ("int4-g128", "16bit", "gptq"),
         "mixed-int4-int8": ("int4-g64", "16bit", "gptq"),
         "best-int4-g64": ("int4-g64", "16bit", "gptq"),
-        "best-nvfp4": ("nvfp4", "16bit", "gptq"),
-        "best-mxfp4": ("mxfp4", "16bit", "gptq"),
     }
     assert {stem for stem, q in found.items() if q.guided} == {stem for stem in found if stem.startswith("best-")}
 

@@ -142,7 +142,7 @@ def test_statistics_of_scaled_inputs_are_those_of_the_inputs_scaled():
     found[0].add(x)
     found[1].add(x / s)
     for entry in found:
-        entry.finish()
+        entry.finish("input")
     found[0].divide(s)
     for name in ("hessian", "mean", "largest", "amax"):
         torch.testing.assert_close(getattr(found[0], name), getattr(found[1], name), atol=1e-4, rtol=1e-5)

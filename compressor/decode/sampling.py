@@ -37,7 +37,8 @@ def check_probabilities(name: str, probs: torch.Tensor) -> torch.Tensor:
 
 
 def draw(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Inverse-CDF samples: `weights` [..., V] float64 (need not sum to 1), `uniform` [...] in [0, 1) → token ids [...].
+    """Inverse-CDF samples: `weights` [..., V] (need not sum to 1), `uniform` [...] in [0, 1) → token ids [...]. Both
+    float64 where each probability must be exact; float32 where draws are many and only their average matters.
 
     The weights are not normalised; the uniform is stretched to their total instead, so a residual of mass 1e-14 is
     sampled as exactly as one of mass 1. The chosen token is the first whose cumulative weight exceeds the target: its

@@ -17,9 +17,8 @@ CHUNK_ELEMENTS = 1 << 15
 # largest value of either sign land on ±7 instead of between levels. As each is refitted, a finer comb gains nothing:
 # 40 ratios left 0.1 % less error than these 14.
 INTEGER_RATIOS = tuple(1.125 - 0.05 * i for i in range(14))
-# A grid from −8 to 7 reaches further on one side. A scale of the other sign turns it over, so that the largest value of
-# a group is on that side whatever its own sign (llama.cpp's Q4_0 does this too): 10 % less squared error in groups of
-# 64 normal values. Ratios below 0 put it on the shorter side, which pays where it matters little itself.
+# For a grid of either sign: multiples of the standard scale, signed so that the largest value is on the longer side.
+# Ratios below 0 put it on the shorter side, which pays where it matters little itself.
 SIGNED_RATIOS = (
     *(0.975 - 0.05 * i for i in range(11)),
     *(-1.075, -1.025, -0.975, -0.925, -0.875, -0.825, -0.775, -0.7, -0.625, -0.55),
