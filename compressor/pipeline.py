@@ -2,7 +2,6 @@
 quantize → distill → bundle → measure."""
 
 import os
-import re
 import shutil
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -34,7 +33,14 @@ from compressor.job_tensors import CALIBRATION, EVALUATION, calibration_ids, loa
 from compressor.measure import quality
 from compressor.models.skeleton import model_config
 from compressor.models.stream import BlockStream
-from compressor.preflight import check_source, refuse_existing, refuse_several, resolve_source, staging_folder
+from compressor.preflight import (
+    check_source,
+    refuse_existing,
+    refuse_several,
+    refuse_unknown,
+    resolve_source,
+    staging_folder,
+)
 from compressor.recipe import Quantization, Recipe
 from compressor.transform.view import TransformedWeights
 from compressor.ui import UI
@@ -241,19 +247,6 @@ def quantize(state: Run) -> None:
             flow.remove()
     if not outside:
         job.finish("outside", save_outside(state))
-
-
-def refuse_unknown(state: Run, stream: BlockStream) -> None:
-    """Raise CompressError for a tensor inside a block that the model class does not have: it would be lost."""
-    for index, layer in enumerate(stream.layers):
-        prefix = state.family.block(index)
-        known = {prefix + name for name in layer.state_dict()}
-        for name in state.inventory.tensors:
-            if name.startswith(prefix) and name not in known and not re.search(engine.LEGACY_BUFFERS, name):
-                kind = state.config.model_type
-                raise CompressError(
-                    f"{state.source.folder}: tensor '{name}' is not part of a {kind}; nothing would use it"
-                )
 
 
 def start_activations(state: Run, stream: BlockStream, index: int) -> list[Activations]:

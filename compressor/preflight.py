@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ import torch
 from compressor import transform_stage
 from compressor.allocate import budget
 from compressor.checkpoint import source
+from compressor.decode import engine
 from compressor.errors import CompressError, UsageError, brief
 from compressor.evals import prompts as evaluation_prompts
 from compressor.models import skeleton
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from compressor.blocks import SelectedGroup
     from compressor.checkpoint.inventory import Inventory
     from compressor.models import Family
+    from compressor.models.stream import BlockStream
     from compressor.pipeline import Run
     from compressor.recipe import Quantization, Recipe
     from compressor.ui import UI
@@ -151,3 +154,16 @@ def check_source(state: Run) -> None:
                 f"measure.acceptance.max_new_tokens: {settings.max_new_tokens} after the longest prompt makes "
                 f"{longest} tokens, the model's context is {state.config.max_position_embeddings}"
             )
+
+
+def refuse_unknown(state: Run, stream: BlockStream) -> None:
+    """Raise CompressError for a tensor inside a block that the model class does not have: it would be lost."""
+    for index, layer in enumerate(stream.layers):
+        prefix = state.family.block(index)
+        known = {prefix + name for name in layer.state_dict()}
+        for name in state.inventory.tensors:
+            if name.startswith(prefix) and name not in known and not re.search(engine.LEGACY_BUFFERS, name):
+                kind = state.config.model_type
+                raise CompressError(
+                    f"{state.source.folder}: tensor '{name}' is not part of a {kind}; nothing would use it"
+                )

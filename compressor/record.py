@@ -18,7 +18,7 @@ from compressor.bundle import environment as machine
 from compressor.bundle import ledger
 from compressor.bundle.api import Bundle
 from compressor.bundle.passport import Passport
-from compressor.bundle.records import MEASURED
+from compressor.bundle.record_base import MEASURED
 from compressor.checkpoint.config import CONFIG, GENERATION_CONFIG, read_config
 from compressor.checkpoint.source import tokenizer_files
 from compressor.distill import stage

@@ -60,7 +60,7 @@ def pipeline(monkeypatch):
 
 def passport():
     from compressor.bundle.passport import Passport
-    from compressor.bundle.records import MEASURED
+    from compressor.bundle.record_base import MEASURED
 
     def acceptance(target, tau):
         row = {"task": "evaluation prompts", "target": target, "k": 3, "conditional": [0.4, 0.6, None], "cycles": 240}

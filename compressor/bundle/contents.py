@@ -14,7 +14,7 @@ import torch
 from compressor import formats, models
 from compressor.bundle import ledger
 from compressor.bundle.passport import Passport
-from compressor.bundle.records import Layer
+from compressor.bundle.records_quantization import Layer
 from compressor.checkpoint.config import CONFIG, read_json_object
 from compressor.checkpoint.inventory import Inventory
 from compressor.checkpoint.reader import INDEX_NAME, ShardReader, check_finite

@@ -11,6 +11,7 @@ from typing import Any, Literal, Self
 
 from pydantic import AwareDatetime, Field, JsonValue, ValidationError
 
+from compressor.bundle.record_base import Record
 from compressor.bundle.records import (
     Decision,
     Environment,
@@ -18,13 +19,12 @@ from compressor.bundle.records import (
     Ledger,
     Outcomes,
     Proposer,
-    Quantization,
-    Record,
     Source,
     Target,
     Verifier,
     Workload,
 )
+from compressor.bundle.records_quantization import Quantization
 from compressor.errors import CompressError
 
 FILE_NAME = "passport.json"

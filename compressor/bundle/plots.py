@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from compressor.bundle.passport import Passport
-from compressor.bundle.records import Layer
+from compressor.bundle.records_quantization import Layer
 from compressor.bundle.summary import size
 
 # Okabe and Ito's palette without its black and yellow: told apart by the colour-blind, visible on white and on black.

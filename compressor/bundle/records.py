@@ -1,60 +1,15 @@
-"""The passport's rows: one class a kind of fact, each field with what it means and in which unit."""
+"""The passport's rows: one class a kind of fact, each field with what it means and in which unit. Those on quantization
+are in `records_quantization.py`."""
 
-import math
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    JsonValue,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    StringConstraints,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
+from compressor.bundle.record_base import Evidence, Fraction, Interval, Record, Settings, Sha256
 from compressor.errors import CompressError
 
 if TYPE_CHECKING:
     import torch
-
-Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-Interval = Annotated[list[float], Field(min_length=2, max_length=2)]
-Settings = dict[str, JsonValue]
-Activations = Literal["16bit", "8bit", "4bit"]
-"""Bits of a linear's inputs; 16 stands for `target.dtype`."""
-
-
-class Record(BaseModel):
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
-
-
-class Evidence(Record):
-    """How a number is known."""
-
-    kind: Literal["measured", "derived", "published"]
-    formula: str | None = None
-    """Derived numbers only: the formula, over the names in `inputs`."""
-    inputs: list[str] = []
-    """Derived numbers only: where each input stands, as a dotted passport key or a value with its unit."""
-    reference: str | None = None
-    """Published numbers only: where it was published."""
-
-    @model_validator(mode="after")
-    def _says_enough(self) -> Self:
-        if self.kind == "derived" and not (self.formula and self.inputs):
-            raise ValueError("derived evidence must name its formula and inputs")
-        if self.kind == "published" and not self.reference:
-            raise ValueError("published evidence must name its reference")
-        return self
-
-
-MEASURED = Evidence(kind="measured")
 
 
 class Source(Record):
@@ -69,7 +24,7 @@ class Source(Record):
     """Stored parameters; a tied table counts once."""
     total_bytes: PositiveInt
     """Bytes of the original tensors."""
-    mtp_modules: list[str] = []
+    mtp_modules: list[str] = Field([])
     """Multi-token-prediction modules found by name in the original."""
     tied: bool
     """Whether the embedding table is also the output head."""
@@ -99,144 +54,6 @@ class Target(Record):
         return known[self.dtype]
 
 
-class Calibration(Record):
-    """The rows that calibrated the quantizer."""
-
-    digest: Sha256
-    """sha256 of the token ids and their shape."""
-    kind: str
-    rows: PositiveInt
-    length: PositiveInt
-    """Tokens a row."""
-    details: Settings = {}
-
-
-class Layer(Record):
-    """One quantized linear."""
-
-    name: str
-    shape: Annotated[list[PositiveInt], Field(min_length=2, max_length=2)]
-    """[out_features, in_features]"""
-    format: str
-    activations: Activations | None = None
-    """Of its inputs; null: `quantization.activations`."""
-    error: NonNegativeFloat | None = None
-    """Relative squared output error tr(E H Eᵀ)/tr(W H Wᵀ) over the calibration inputs; without calibration, of the
-    weight itself (H = 1). With `guided` each token has its weight in H; with `asymmetric` W is still the original, not
-    what GPTQ aimed at. Before distillation, as `sqnr_db`."""
-    sqnr_db: float | None = None
-    """Signal to quantization noise of the weights in decibels; null for an exact copy, where it is infinite."""
-    packed_bytes: PositiveInt
-    """Bytes of this layer's tensors in the bundle, scales included, bias not."""
-    original_bytes: PositiveInt
-    stats: Settings = {}
-
-    @field_validator("sqnr_db", mode="before")
-    @classmethod
-    def _no_infinity_in_json(cls, value: Any) -> Any:
-        return None if value == math.inf else value
-
-
-class Distillation(Record):
-    """Training of the quantized model against the original's logits, on calibration rows."""
-
-    before: NonNegativeFloat
-    """KL(original ‖ quantized) in nats a token, on rows that were set aside."""
-    after: NonNegativeFloat
-    kept: bool
-    """False where it did not help: the bundle then holds what there was before."""
-    seconds: NonNegativeFloat
-    losses: list[float]
-    """Estimates of the KL on the rows of each step."""
-
-
-class AllocationOption(Record):
-    """One way to store a group of linears."""
-
-    format: str
-    """`none`: not quantized."""
-    activations: Activations | None
-    bytes: PositiveInt
-    """Of the group's weights, scales included."""
-    kl: NonNegativeFloat
-    """KL(original ‖ original with only this group rounded to nearest so), nats a token."""
-    known: Literal["measured", "predicted", "exact"]
-    """predicted: by `allocation.prediction`; exact: nothing is rounded."""
-    output_error: NonNegativeFloat
-    """Squared error of the group's outputs, tr(E H Eᵀ), that rounding its weights leaves."""
-
-
-class AllocationGroup(Record):
-    """Linears that share an input, and so a format."""
-
-    linears: list[str]
-    fused_as: str | None
-    """What engines call the one matrix that they make of them."""
-    weights: PositiveInt
-    options: list[AllocationOption]
-    chosen: NonNegativeInt
-    """Which of `options`."""
-
-    @model_validator(mode="after")
-    def _chosen_is_an_option(self) -> Self:
-        if self.chosen >= len(self.options):
-            raise ValueError(f"chosen is {self.chosen}, there are {len(self.options)} options")
-        return self
-
-
-class Allocation(Record):
-    """How formats were chosen: the least sum of the groups' KLs under a budget."""
-
-    budget_bits_per_weight: PositiveFloat
-    budget_bytes: PositiveInt
-    bytes: PositiveInt
-    """Of the chosen options together."""
-    bits_per_weight: PositiveFloat
-    """8 · `bytes` by the weights of all groups, those left unquantized too."""
-    rows: PositiveInt
-    """Calibration rows that KL was measured on."""
-    length: PositiveInt
-    kl_sum: NonNegativeFloat
-    """Of the chosen options."""
-    kl_sum_bound: NonNegativeFloat
-    """No choice within the budget has a smaller sum."""
-    kl_per_byte: NonNegativeFloat
-    """What one more byte would take off the sum, to first order."""
-    seconds: NonNegativeFloat
-    prediction: Evidence | None
-    """How the predicted KLs are known; null where there are none."""
-    groups: list[AllocationGroup]
-
-
-class Quantization(Record):
-    """What was rounded, how, and with what error."""
-
-    format: str
-    """Name that `compressor.formats.get` knows; of layers without one of their own."""
-    compression_format: str
-    """`format` of config.json's quantization_config (compressed-tensors)."""
-    bits: PositiveInt
-    """Of `format`."""
-    group_size: PositiveInt | None
-    """Of `format`; null: one scale an output channel."""
-    bits_per_weight: PositiveFloat
-    """Bits a quantized weight, the mean over `layers`; scales and zero points included, but for a single one a row."""
-    activations: Activations
-    method: str
-    settings: Settings = {}
-    calibration: Calibration | None = None
-    layers: list[Layer]
-    allocation: Allocation | None = None
-    distillation: Distillation | None = None
-    ignored: list[str]
-    """Entries of config.json's `ignore`: linears left in `target.dtype`."""
-
-    @property
-    def formats(self) -> str:
-        """The formats of the layers, for a reader."""
-        return " + ".join(dict.fromkeys([self.format, *(layer.format for layer in self.layers)]))
-
-
 class Law(Record):
     """Sampling law of target and proposer."""
 
@@ -249,8 +66,8 @@ class Proposer(Record):
     kind: str
     """`ngram`, `none` …"""
     num_speculative_tokens: NonNegativeInt = 0
-    settings: Settings = {}
-    files: dict[str, Sha256] = {}
+    settings: Settings = Field({})
+    files: dict[str, Sha256] = Field({})
 
 
 class Verifier(Record):
@@ -269,9 +86,9 @@ class Workload(Record):
     seed: int = 0
     digest: Sha256 | None = None
     """sha256 of the prompts."""
-    tasks: dict[str, PositiveInt] = {}
+    tasks: dict[str, PositiveInt] = Field({})
     """Prompts a task."""
-    details: Settings = {}
+    details: Settings = Field({})
 
 
 class Quality(Record):
@@ -358,8 +175,8 @@ class Tax(Record):
 
 
 class Outcomes(Record):
-    quality: list[Quality] = []
-    acceptance: list[Acceptance] = []
+    quality: list[Quality] = Field([])
+    acceptance: list[Acceptance] = Field([])
     configurations: list[Configuration] | None = None
     tax: Tax | None = None
 

@@ -8,7 +8,7 @@ from markupsafe import Markup
 
 from compressor.bundle import summary
 from compressor.bundle.passport import Passport
-from compressor.bundle.records import Layer
+from compressor.bundle.records_quantization import Layer
 
 TEMPLATE = "report.html.jinja"
 WORST = 5  # layers shown by name

@@ -8,7 +8,8 @@ from typing import Any, Literal, Self
 from pydantic import AwareDatetime, Field, JsonValue, ValidationError
 
 from compressor.bundle import environment
-from compressor.bundle.records import MEASURED, Acceptance, Environment, Record, Sha256
+from compressor.bundle.record_base import MEASURED, Record, Sha256
+from compressor.bundle.records import Acceptance, Environment
 from compressor.checkpoint.digest import sha256_file
 from compressor.errors import CompressError, naming
 from compressor.recipe_training import Precision

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from compressor import formats
-from compressor.bundle.records import MEASURED
+from compressor.bundle.record_base import MEASURED
 from compressor.checkpoint import writer
 from compressor.checkpoint.config import CONFIG, read_json_object
 from compressor.checkpoint.reader import SINGLE_NAME, ShardReader, check_finite

@@ -11,7 +11,7 @@ import torch
 
 from compressor import formats, models
 from compressor.bundle import Bundle, Passport, environment, finish, ledger, sha256, signing, verify
-from compressor.bundle.records import MEASURED
+from compressor.bundle.record_base import MEASURED
 from compressor.checkpoint import writer
 from compressor.checkpoint.inventory import Inventory
 from compressor.errors import CompressError
