@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from compressor import formats, pipeline, plan
+from compressor.allocate import budget, stage
 from compressor.allocate import measure as measuring
-from compressor.allocate import stage
 from compressor.bundle import signing
 from compressor.bundle.contents import differences
 from compressor.bundle.passport import Passport
@@ -99,19 +99,30 @@ def test_the_choice_keeps_to_the_budget_and_the_bundle_is_what_the_passport_says
             assert packed.dtype == torch.int32 and packed.shape[1] * 32 == formats.get(fmt).bits * inputs
 
 
-def test_the_same_bytes_come_out_when_overrides_name_the_choice(tmp_path, source, rows):
-    allocated = run(tmp_path, recipe(source, rows, allocation={}))
+WAYS = {
+    "gptq": {},
+    "guided": {"quantization": {"guided": True}},
+    "rtn": {"quantization": {"method": "rtn"}},
+    "rtn-plain": {"quantization": {"method": "rtn", "scale_search": "none"}},
+    "distilled": {"quantization": {"guided": True}, "distillation": {"steps": 2, "rows": 2, "held_out": 2}},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_same_bytes_come_out_when_overrides_name_the_choice(tmp_path, source, rows, way):
+    made = recipe(source, rows, allocation={}, **copy.deepcopy(WAYS[way]))
+    allocated = run(tmp_path, made)
     groups = [group.model_dump() for group in allocated.passport.quantization.allocation.groups]
-    asked = recipe(source, rows, allocation={}).quantization
-    named = stage.settings(asked, groups)
+    named = stage.settings(made.quantization, groups)
     assert named.allocation is None and named.overrides
-    by_hand = run(tmp_path, recipe(source, rows, quantization=named.model_dump()), "by-hand")
+    sections = copy.deepcopy(WAYS[way]) | {"quantization": named.model_dump()}
+    by_hand = run(tmp_path, recipe(source, rows, **sections), "by-hand")
     assert shards(by_hand) == shards(allocated)
-    assert shards(run(tmp_path, recipe(source, rows), "uniform")) != shards(allocated)  # negative control
+    assert shards(run(tmp_path, recipe(source, rows, **WAYS[way]), "uniform")) != shards(allocated)  # negative control
 
 
 @torch.inference_mode()
-def kl_of_the_whole_model(source, ids, names, fmt):
+def kl_of_the_whole_model(source, ids, names, fmt, search="mse"):
     """KL(original ‖ original with `names` rounded) in float32, through the whole model at once."""
     original = engine.load(source, dtype=torch.float32)
     seen = {}
@@ -122,21 +133,24 @@ def kl_of_the_whole_model(source, ids, names, fmt):
     importance = seen["x"].square().mean(0)
     for name in names:
         weight = original.get_submodule(name).weight
-        decoded = fmt.decode(rtn(weight.bfloat16(), fmt, search="mse", importance=importance))
+        decoded = fmt.decode(rtn(weight.bfloat16(), fmt, search=search, importance=importance))
         weight.copy_(decoded.bfloat16())
     log_q = original(input_ids=ids).logits.log_softmax(-1)
     return float((log_p.exp() * (log_p - log_q)).sum(-1).mean())
 
 
-@pytest.mark.parametrize("family", ["llama-tied", "gemma3", "phi3"])
-def test_what_is_measured_is_the_kl_of_the_whole_model_with_one_group_rounded(tmp_path, rows, family):
+@pytest.mark.parametrize(
+    ("family", "search"), [("llama-tied", "mse"), ("llama-tied", "none"), ("gemma3", "mse"), ("phi3", "mse")]
+)
+def test_what_is_measured_is_the_kl_of_the_whole_model_with_one_group_rounded(tmp_path, rows, family, search):
     source = tiny.save(tmp_path / "source", family)
-    bundle = run(tmp_path, recipe(source, rows, allocation={"formats": ["int4-g32", "int8"], "measure": "all"}))
+    asked = {"formats": ["int4-g32", "int8"], "measure": "all"}
+    bundle = run(tmp_path, recipe(source, rows, quantization={"scale_search": search}, allocation=asked))
     ids, off = load_file(rows)["ids"][:4], []
     for group in bundle.passport.quantization.allocation.groups:
         for option in group.options:
             assert option.known == "measured"
-            wanted = kl_of_the_whole_model(source, ids, group.linears, formats.get(option.format))
+            wanted = kl_of_the_whole_model(source, ids, group.linears, formats.get(option.format), search)
             off.append(abs(option.kl / wanted - 1))
     # a scale whose neighbour is as good may come out as either: few groups, and little
     assert max(off) < 0.05 and sorted(off)[len(off) // 2] < 1e-5
@@ -239,11 +253,11 @@ def test_a_stopped_measurement_goes_on_at_its_block_and_gives_the_same_bytes(tmp
     whole, made = run(tmp_path, recipe(source, rows, allocation={}), "whole"), recipe(source, rows, allocation={})
     rounded, seen = measuring.rounded, []
 
-    def watched(layer, group, statistics, dtype, prefix):
+    def watched(layer, group, statistics, probe, prefix):
         seen.append((prefix, group.names[0]))
         if len(seen) == 11:  # in the second block: 4 groups of 2 formats are a block
             raise Stop
-        return rounded(layer, group, statistics, dtype, prefix)
+        return rounded(layer, group, statistics, probe, prefix)
 
     monkeypatch.setattr(measuring, "rounded", watched)
     with pytest.raises(Stop):
@@ -254,6 +268,29 @@ def test_a_stopped_measurement_goes_on_at_its_block_and_gives_the_same_bytes(tmp
     bundle = run(tmp_path, made, resume=True)
     assert seen == ["model.layers.1."] * 8
     assert shards(bundle) == shards(whole)
+
+
+def test_a_guided_and_distilled_job_that_stops_in_the_stage_and_after_it_gives_the_same_bytes(
+    tmp_path, source, rows, monkeypatch
+):
+    made = recipe(source, rows, allocation={}, **WAYS["distilled"])
+    whole, rounded, seen = run(tmp_path, made, "whole"), measuring.rounded, []
+
+    def stopped(*args):
+        seen.append(args)
+        if len(seen) == 11:
+            raise Stop
+        return rounded(*args)
+
+    def stop(*_):
+        raise Stop
+
+    for module, name, replacement in [(measuring, "rounded", stopped), (pipeline.stage, "distill", stop)]:
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, replacement)
+            with pytest.raises(Stop):
+                run(tmp_path, made, resume=True)
+    assert shards(run(tmp_path, made, resume=True)) == shards(whole)
 
 
 def test_a_finished_allocation_is_not_measured_again(tmp_path, source, rows, monkeypatch):
@@ -295,6 +332,38 @@ def test_the_least_budget_that_the_refusal_names_is_reachable(tmp_path, source, 
     plan.make(recipe(source, rows, allocation={"bits_per_weight": least}))
     with pytest.raises(UsageError, match="is less than"):
         plan.make(recipe(source, rows, allocation={"bits_per_weight": least - 1e-3}))
+
+
+def test_a_budget_of_exactly_the_least_bytes_gives_the_smallest_format_to_all(tmp_path, source, rows):
+    """Bits a weight as the passport writes them: the quotient of two whole numbers, rounded to a float."""
+    settings = recipe(source, rows, allocation={}).quantization
+    for out in range(1, 400):
+        shapes = [[(out, 64)], [(3, 128), (out, 128)]]
+        least = sum(budget.sizes(group, settings, torch.bfloat16)[0] for group in shapes)
+        count = sum(map(budget.weights, shapes))
+        spec = settings.allocation.model_copy(update={"bits_per_weight": 8 * least / count})
+        asked = settings.model_copy(update={"allocation": spec})
+        assert budget.check(asked, shapes, torch.bfloat16) == least
+        spec = settings.allocation.model_copy(update={"bits_per_weight": 8 * (least - 1) / count})
+        with pytest.raises(UsageError, match="is less than"):
+            budget.check(settings.model_copy(update={"allocation": spec}), shapes, torch.bfloat16)
+    generous = run(tmp_path, recipe(source, rows, allocation={}), "generous").passport.quantization.allocation
+    least = sum(group.options[0].bytes for group in generous.groups)
+    bits = 8 * least / sum(group.weights for group in generous.groups)
+    bundle = run(tmp_path, recipe(source, rows, allocation={"bits_per_weight": bits}))
+    made = bundle.passport.quantization.allocation
+    assert made.bytes == made.budget_bytes == least and {group.chosen for group in made.groups} == {0}
+    assert shards(bundle) == shards(run(tmp_path, recipe(source, rows), "uniform"))
+
+
+def test_formats_of_as_many_bits_leave_a_choice_that_needs_no_budget(tmp_path, source, rows):
+    """Neither holds every group better than the other; were one of more bits, it would be refused as above."""
+    asked = {"formats": ["int4-g32", "nvfp4"], "bits_per_weight": 6, "measure": "all"}
+    made = run(tmp_path, recipe(source, rows, allocation=asked)).passport.quantization.allocation
+    for group in made.groups:
+        assert group.options[group.chosen].kl == min(option.kl for option in group.options)
+    with pytest.raises(UsageError, match="nothing is left to decide"):
+        plan.make(recipe(source, rows, allocation={"formats": ["int4-g32", "int8"], "bits_per_weight": 9}))
 
 
 def test_a_candidate_that_does_not_divide_is_refused_before_any_work(tmp_path, source, rows):

@@ -43,6 +43,12 @@ def weights(shapes: Shapes) -> int:
     return sum(map(math.prod, shapes))
 
 
+def allowed(bits_per_weight: float, count: int) -> int:
+    """Whole bytes of a budget for `count` weights. Bits that are the float nearest to 8 · bytes / count give all those
+    bytes, as a passport's `bits_per_weight` does."""
+    return math.floor(bits_per_weight * count / 8 + 1e-3)
+
+
 def cheapest(table: Sequence[Sequence[int]]) -> int:
     """Which candidate takes the fewest bytes over all groups; `table` has a row of `sizes` for each."""
     totals = [sum(column) for column in zip(*table, strict=True)]
@@ -52,12 +58,13 @@ def cheapest(table: Sequence[Sequence[int]]) -> int:
 def check(settings: Quantization, groups: Sequence[Shapes], dtype: torch.dtype) -> int:
     """The bytes that the recipe's budget gives to `groups`.
 
-    Raises UsageError, naming the key, for a budget that the smallest formats exceed, or that the largest do not fill.
+    Raises UsageError, naming the key, for a budget that the smallest formats exceed, or that the largest do not fill:
+    unless several have the most bits, of which one holds this group better and one that.
     """
     spec = settings.allocation
     assert spec is not None
     table, count = [sizes(shapes, settings, dtype) for shapes in groups], sum(map(weights, groups))
-    budget = math.floor(spec.bits_per_weight * count / 8)
+    budget = allowed(spec.bits_per_weight, count)
     least, most = (sum(map(extreme, table)) for extreme in (min, max))
     if budget < least:
         smallest = spec.formats[cheapest(table)]
@@ -65,7 +72,8 @@ def check(settings: Quantization, groups: Sequence[Shapes], dtype: torch.dtype) 
             f"{KEY}: {spec.bits_per_weight:g} is less than this model takes in {smallest}; set at least "
             f"{_rounded(8 * least / count, math.ceil):g}, or add a smaller format to quantization.allocation.formats"
         )
-    if budget >= most:
+    bits = [formats.get(choice[0]).bits if choice else 8 * dtype.itemsize for choice in settings.candidates]
+    if budget >= most and bits.count(max(bits)) == 1:
         raise UsageError(
             f"{KEY}: {spec.bits_per_weight:g} holds every linear in its largest format, so that nothing is left to "
             f"decide; set less than {_rounded(8 * most / count, math.floor):g}, or remove quantization.allocation"

@@ -39,11 +39,12 @@ class Cost:
 @dataclass(frozen=True)
 class Probe:
     """What is measured. candidates: the formats. cheapest: which of them is always measured. everything: so are all
-    others. dtype: of the bundle. batch_size: rows run together."""
+    others. search: how scales are found. dtype: of the bundle. batch_size: rows run together."""
 
     candidates: Sequence[Candidate]
     cheapest: int
     everything: bool
+    search: str
     dtype: torch.dtype
     batch_size: int
 
@@ -139,7 +140,7 @@ def _round_each(
                 row.append(0.0)
                 continue
             variant = replace(group, scheme=formats.scheme(*candidate))
-            with rounded(layer, variant, seen[group], probe.dtype, prefix) as error:
+            with rounded(layer, variant, seen[group], probe, prefix) as error:
                 row.append(error)
                 if probe.measures(place):
                     changed.append([stream.run(index, layer, state) for state in states])
@@ -149,26 +150,27 @@ def _round_each(
 
 @contextmanager
 def rounded(
-    layer: nn.Module, group: SelectedGroup, seen: InputStatistics, dtype: torch.dtype, prefix: str
+    layer: nn.Module, group: SelectedGroup, seen: InputStatistics, probe: Probe, prefix: str
 ) -> Iterator[float]:
-    """`layer` with the linears of `group` rounded to nearest, by a scale search that `seen` weighs, and their inputs as
-    the scheme rounds them; as it was on exit. Yields Σ tr(E H Eᵀ). The weights are rounded from `dtype`, as a bundle's
-    are."""
+    """`layer` with the linears of `group` rounded to nearest, by scales whose search, if any, `seen` weighs, and their
+    inputs as the scheme rounds them; as it was on exit. Yields Σ tr(E H Eᵀ). The weights are rounded from
+    `probe.dtype`, as a bundle's are."""
     assert seen.hessian is not None and seen.largest is not None
     fmt, linears = group.scheme.fmt, [layer.get_submodule(name) for name in group.names]
     originals = [linear.get_parameter("weight") for linear in linears]
     results = quantize_shared(
-        [weight.to(dtype) for weight in originals],
+        [weight.to(probe.dtype) for weight in originals],
         fmt,
         method="rtn",
         names=[prefix + name for name in group.names],
         hessian=seen.hessian,
+        search=probe.search,
         fused=group.fused_as is not None,
     )
     error, hooks = 0.0, []
     try:
         for linear, original, result in zip(linears, originals, results, strict=True):
-            weight = fmt.decode(result.tensors).to(dtype).to(original.dtype)
+            weight = fmt.decode(result.tensors).to(probe.dtype).to(original.dtype)
             error += output_energy((weight - original).float(), seen.hessian)
             linear.weight = nn.Parameter(weight, requires_grad=False)
             if group.scheme.rounds_inputs:

@@ -67,6 +67,7 @@ def _measure(state: Run) -> list[list[list[dict]]]:
             candidates=asked.candidates,
             cheapest=budget.cheapest(table),
             everything=spec.measure == "all",
+            search=asked.scale_search,
             dtype=state.dtype,
             batch_size=state.recipe.calibration.batch_size,
         )
