@@ -115,13 +115,6 @@ def make(recipe: Recipe) -> Plan:
     machine = plan_costs.measure_machine(fmt, settings.scale_search, recipe.run.threads)
     stages = plan_costs.stages(job, machine)
     peak = max(stages, key=lambda stage: stage.memory_bytes)
-    notes = _notes(basis, inventory, kind)
-    if settings.allocation is not None:
-        notes.append("which linears get which format is found when it runs; bytes are what the budget allows")
-    if recipe.transform.smoothing != "none" and recipe.transform.alpha is None:
-        notes.append("the search of transform.smoothing is not in the time")
-    if job.calibration_tokens and job.activation_bytes > recipe.run.activation_budget_bytes:
-        notes.append("calibration activations exceed run.activation_budget_bytes and go to disk")
     shapes = [(group.scheme.fmt.name, shape) for group in groups for shape in group.shapes]
     if shapes and settings.allocation is None:
         known["bits_per_weight"] = ledger.bits_per_weight(shapes)
@@ -139,7 +132,7 @@ def make(recipe: Recipe) -> Plan:
         disk_bytes=plan_costs.disk_bytes(job),
         seconds=sum(stage.seconds for stage in stages),
         machine=asdict(machine),
-        notes=notes,
+        notes=_notes(basis, inventory, kind, job),
     )
 
 
@@ -289,8 +282,8 @@ def _job(recipe: Recipe, config: Any, inventory: Inventory, groups: list[Group],
     )
 
 
-def _notes(basis: str, inventory: Inventory, kind: str) -> list[str]:
-    notes = []
+def _notes(basis: str, inventory: Inventory, kind: str, job: Job) -> list[str]:
+    notes, recipe = [], job.recipe
     if basis == "config":
         notes.append("the weights were not looked at: sizes follow from the model's config")
     if inventory.mtp_modules:
@@ -299,4 +292,10 @@ def _notes(basis: str, inventory: Inventory, kind: str) -> list[str]:
         notes.append(
             "the GGUF file is converted to safetensors in the cache first, which takes the whole model's memory"
         )
+    if recipe.quantization.allocation is not None:
+        notes.append("which linears get which format is found when it runs; bytes are what the budget allows")
+    if recipe.transform.smoothing != "none" and recipe.transform.alpha is None:
+        notes.append("the search of transform.smoothing is not in the time")
+    if job.calibration_tokens and job.activation_bytes > recipe.run.activation_budget_bytes:
+        notes.append("calibration activations exceed run.activation_budget_bytes and go to disk")
     return notes

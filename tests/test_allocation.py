@@ -8,7 +8,7 @@ import tiny_models as tiny
 import torch
 from safetensors.torch import load_file, save_file
 
-from compressor import formats, pipeline, plan
+from compressor import formats, pipeline, plan, plan_costs
 from compressor.allocate import budget, stage
 from compressor.allocate import measure as measuring
 from compressor.bundle import signing
@@ -409,7 +409,9 @@ def test_a_choice_that_is_no_option_is_no_passport(tmp_path, source, rows):
         broken(bundle.passport, lambda allocation: allocation["groups"][0].update(chosen=3))
 
 
-def test_a_plan_tells_the_budget_and_the_stage(tmp_path, source, rows):
+def test_a_plan_tells_the_budget_and_the_stage(tmp_path, source, rows, monkeypatch):
+    machine = plan_costs.Machine(1e11, 5e10, 1e10, 1e-4, 1e-7, 1e-7)
+    monkeypatch.setattr(plan_costs, "measure_machine", lambda *_: machine)  # whose own varies from call to call
     made = plan.make(recipe(source, rows, allocation={}))
     assert [entry.name for entry in made.stages] == ["allocation", "quantize"]
     assert all(entry.seconds > 0 and entry.memory_bytes > 0 for entry in made.stages)

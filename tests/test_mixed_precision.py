@@ -28,11 +28,8 @@ def keys(tmp_path, monkeypatch):
 @pytest.fixture
 def call(tmp_path):
     """Runs the benchmark on a tiny model with these options; returns what its file then holds."""
-    source, text, out = (
-        tiny.save(tmp_path / "source", "llama-tied"),
-        tmp_path / "text.txt",
-        tmp_path / "made" / "m.json",
-    )
+    source, text = tiny.save(tmp_path / "source", "llama-tied"), tmp_path / "text.txt"
+    out = tmp_path / "made" / "points.json"
     ids = torch.randint(3, tiny.VOCABULARY, (6, 32), generator=torch.Generator().manual_seed(3))
     save_file({"ids": ids}, tmp_path / "rows.safetensors")
     text.write_text("the cat sat on the mat and saw a dog " * 40)
