@@ -154,7 +154,7 @@ class Quantization(Section):
 
     @model_validator(mode="after")
     def _guided_has_hessians(self) -> Self:
-        if self.guided and not self.needs_hessians:
+        if self.guided and not self.weighs_inputs:
             reason = "there is no Hessian to weigh; set scale_search: mse or method: gptq"
             raise refuse("guided", True, reason)
         return self
@@ -165,15 +165,15 @@ class Quantization(Section):
         return ROW_BLOCKS in (self.format, *(entry.format for entry in self.overrides))
 
     @property
-    def needs_hessians(self) -> bool:
-        """Whether calibration gathers Hessians: GPTQ needs them whole, the scale search their diagonal."""
+    def weighs_inputs(self) -> bool:
+        """Whether errors are weighed by the inputs: GPTQ does so by whole Hessians, the scale search by diagonals."""
         return self.method == "gptq" or self.scale_search == "mse"
 
     @property
     def needs_data(self) -> bool:
         """Whether there is a calibration at all; 4-bit activations need the largest input of every linear."""
         inputs = [self.activations, *(entry.activations for entry in self.overrides)]
-        return self.needs_hessians or "4bit" in inputs
+        return self.weighs_inputs or "4bit" in inputs
 
     def ignores(self, module: str) -> bool:
         """Whether a linear (full name, ``model.layers.0.mlp.down_proj``) matches one of the `ignore` patterns."""
