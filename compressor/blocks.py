@@ -43,6 +43,8 @@ class InputStatistics:
     hessian: XᵀX / tokens, float32 [in, in] (the 2 of the GPTQ paper cancels), each token times its weight where there
     are weights, of mean 1 (x·√w then rounds to bf16 for the product, as x itself does not need to); until `finish`, XᵀX
     above its diagonal.
+    diagonal: that of `hessian`, float32 [in] (until `finish`, sums in float64), where the rest of it is not needed;
+    nothing of it rounds to bf16.
     amax: largest magnitude. cross: X̃ᵀX / tokens (until `finish`, X̃ᵀX), float32 [in, in], with X̃ the same input in the
     full-precision model. mean, largest: mean (until `finish`, sum) and largest magnitude of each input, float32 [in].
     Each is None where nothing needs it. tokens: rows of X.
@@ -54,9 +56,12 @@ class InputStatistics:
     tokens: int = 0
     mean: torch.Tensor | None = None
     largest: torch.Tensor | None = None
+    diagonal: torch.Tensor | None = None
 
     @classmethod
-    def empty(cls, size: int, *, hessian: bool, amax: bool, cross: bool, channels: bool) -> "InputStatistics":
+    def empty(
+        cls, size: int, *, hessian: bool, diagonal: bool, amax: bool, cross: bool, channels: bool
+    ) -> "InputStatistics":
         """Of `size` inputs, before any was seen; what is asked for is gathered."""
         return cls(
             torch.zeros(size, size) if hessian else None,
@@ -64,6 +69,7 @@ class InputStatistics:
             torch.zeros(size, size) if cross else None,
             mean=torch.zeros(size) if channels else None,
             largest=torch.zeros(size) if channels else None,
+            diagonal=torch.zeros(size, dtype=torch.float64) if diagonal else None,
         )
 
     def add(self, x: torch.Tensor, reference: torch.Tensor | None = None, weights: torch.Tensor | None = None) -> None:
@@ -78,8 +84,12 @@ class InputStatistics:
             magnitude = x.abs().float()
             self.mean += magnitude.sum(0)
             torch.maximum(self.largest, magnitude.amax(0), out=self.largest)
+        if self.hessian is None and self.diagonal is None:
+            return
+        wide = x.float() if root is None else x * root
+        if self.diagonal is not None:
+            self.diagonal += wide.square().sum(0)
         if self.hessian is not None:
-            wide = x.float() if root is None else x * root
             with _bf16_products() if x.dtype == torch.bfloat16 else nullcontext():
                 for first in range(0, wide.shape[1], _PANEL):
                     panel = wide[:, first : first + _PANEL]
@@ -95,6 +105,8 @@ class InputStatistics:
         if self.hessian is not None:
             below = self.hessian.triu(1).T
             self.hessian.triu_().add_(below).div_(max(self.tokens, 1))
+        if self.diagonal is not None:
+            self.diagonal = (self.diagonal / max(self.tokens, 1)).float()
         if self.cross is not None:
             self.cross /= max(self.tokens, 1)
         if self.mean is not None:
@@ -115,6 +127,7 @@ class InputStatistics:
         return (
             math.isfinite(self.amax or 0.0)
             and (self.hessian is None or bool(self.hessian.diagonal().isfinite().all()))
+            and (self.diagonal is None or bool(self.diagonal.isfinite().all()))
             and (self.cross is None or bool(self.cross.isfinite().all()))
         )
 
@@ -142,6 +155,7 @@ def collect(
     forward: Callable[[torch.Tensor], object],
     *,
     hessians: bool,
+    diagonals: bool = False,
     channels: bool = False,
     reference: Iterator[object] | None = None,
     weights: Mapping["SelectedGroup", torch.Tensor] | None = None,
@@ -154,11 +168,12 @@ def collect(
         groups: in order of execution.
         batches: hidden states [rows, length, hidden] that enter the block.
         forward: runs one batch through the layer; it is cut short at the last group's input.
-        hessians: accumulate XᵀX, which GPTQ and the scale search weigh errors by.
+        hessians: accumulate XᵀX, which GPTQ and channel scales weigh errors by.
+        diagonals: accumulate its diagonal, which is all that the scale search weighs errors by.
         channels: note each input's mean and largest magnitude, which channel scales need.
         reference: runs the same rows as the full-precision model has them through `layer`, a batch whenever it is asked
             for its next item; the cross terms of asymmetric calibration are then gathered too.
-        weights: what each token counts in Hessian and cross term, by group, float32 [rows, length]; none: all the same.
+        weights: what each token counts in these sums, by group, float32 [rows, length]; none: all the same.
 
     Raises CompressError for an input that is not finite, naming the linear.
     """
@@ -166,7 +181,12 @@ def collect(
     crossed = reference is not None
     statistics = {
         group: InputStatistics.empty(
-            linear.in_features, hessian=hessians, amax=group.needs_range, cross=crossed, channels=channels
+            linear.in_features,
+            hessian=hessians,
+            diagonal=diagonals,
+            amax=group.needs_range,
+            cross=crossed,
+            channels=channels,
         )
         for group, linear in linears.items()
     }
@@ -281,6 +301,7 @@ def quantize(
             method=settings.method,
             fused=group.fused_as is not None,
             hessian=seen.hessian if seen else None,
+            diagonal=seen.diagonal if seen else None,
             search=settings.scale_search,
             damping=settings.damping,
             order=settings.order,

@@ -151,7 +151,8 @@ def _acceptance(name: str, job: Job, machine: Machine, weight_bytes: int, *, map
 
 def _quantization(job: Job, machine: Machine) -> Stage:
     """Per block: two forwards, the Hessians, and for every input a factorization and a sweep over its columns.
-    Asymmetric calibration adds a forward and a cross term beside each Hessian, refitted scales a sweep.
+    Asymmetric calibration adds a forward and a cross term beside each Hessian, refitted scales a sweep. Without
+    Hessians a scale search squares and sums the inputs: three passes over them in float32.
 
     Memory: the current block, its largest group in float32 four times over (weight, result, errors, decoded), one
     Hessian [in, in] float32 per distinct input of the block plus four of the largest for its factorization, the
@@ -166,9 +167,11 @@ def _quantization(job: Job, machine: Machine) -> Stage:
     for group in job.groups:
         width, outputs = group.in_features, group.out_features
         seconds += width * outputs * machine.search_seconds_per_weight
-        if recipe.quantization.needs_hessians:
+        if recipe.needs_hessians:
             hessians[group.block] = hessians.get(group.block, 0) + streams * 4 * width**2
             seconds += streams * 2 * job.calibration_tokens * width**2 / machine.bf16_flops
+        elif recipe.quantization.weighs_inputs:
+            seconds += 3 * 4 * job.calibration_tokens * width / machine.memory_bytes_per_second
         if not gptq_used:
             continue
         seconds += (4 / 3 * width**3 + outputs * width**2) / machine.float32_flops

@@ -265,13 +265,19 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _transform_fits(self) -> Self:
         spec = self.transform
-        if spec.smoothing != "none" and not self.quantization.needs_hessians:
+        if spec.smoothing != "none" and not self.quantization.weighs_inputs:
             reason = "its scales are found on calibration inputs; set quantization.scale_search: mse or method: gptq"
             raise refuse("transform.smoothing", spec.smoothing, reason)
         if spec.rotates_stream and self.proposer.kind in ("medusa", "mtp"):
             reason = f"proposer.kind {self.proposer.kind} would go on reading the unrotated stream; use r2"
             raise refuse("transform.rotation", spec.rotation, reason)
         return self
+
+    @property
+    def needs_hessians(self) -> bool:
+        """Whether calibration gathers whole Hessians: for GPTQ, and for channel scales, which are judged by the outputs
+        they leave. The scale search of rtn weighs by their diagonals alone."""
+        return self.quantization.method == "gptq" or self.transform.smoothing != "none"
 
     @classmethod
     def load(cls, path: str | os.PathLike, overrides: Sequence[str] = ()) -> "Recipe":

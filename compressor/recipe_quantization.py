@@ -206,7 +206,7 @@ class Quantization(Section):
 
     @model_validator(mode="after")
     def _guided_has_hessians(self) -> Self:
-        if self.guided and not self.needs_hessians:
+        if self.guided and not self.weighs_inputs:
             reason = "there is no Hessian to weigh; set scale_search: mse or method: gptq"
             raise refuse("guided", True, reason)
         return self
@@ -218,8 +218,8 @@ class Quantization(Section):
         return ROW_BLOCKS in (self.format, *allocated, *(entry.format for entry in self.overrides))
 
     @property
-    def needs_hessians(self) -> bool:
-        """Whether calibration gathers Hessians: GPTQ needs them whole, the scale search their diagonal."""
+    def weighs_inputs(self) -> bool:
+        """Whether errors are weighed by the inputs: GPTQ does so by whole Hessians, the scale search by diagonals."""
         return self.method == "gptq" or self.scale_search == "mse"
 
     @property
@@ -227,7 +227,7 @@ class Quantization(Section):
         """Whether there is a calibration at all; 4-bit activations need the largest input of every linear, and
         allocation rows to measure on."""
         inputs = [self.activations, *(entry.activations for entry in self.overrides)]
-        return self.needs_hessians or "4bit" in inputs or self.allocation is not None
+        return self.weighs_inputs or "4bit" in inputs or self.allocation is not None
 
     @property
     def candidates(self) -> list[tuple[str, str] | None]:

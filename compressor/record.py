@@ -55,6 +55,7 @@ def layer(entry: QuantizedLayer, original_bytes: int) -> dict:
         "format": entry.scheme.fmt.name,
         "activations": entry.scheme.activations,
         "error": entry.result.error,
+        "diagonal_error": entry.result.diagonal_error,
         "sqnr_db": entry.result.sqnr_db if math.isfinite(entry.result.sqnr_db) else None,
         "packed_bytes": sum(t.nbytes for t in tensors.values()),
         "original_bytes": original_bytes,

@@ -1,4 +1,4 @@
-"""Input statistics of a block: Hessians by panels, cross terms of the two streams."""
+"""Input statistics of a block: Hessians by panels or their diagonals, cross terms of the two streams."""
 
 import pytest
 import torch
@@ -92,6 +92,38 @@ def test_weights_of_tokens_follow_rows_and_groups():
         assert not torch.allclose(
             found[group].hessian, (x * swapped).flatten(0, 1).T @ x.flatten(0, 1) / 176, atol=1e-4
         )
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_diagonal_is_that_of_the_hessian(weighted):
+    block, seen, weights = Block(), hidden(1), None
+    if weighted:
+        generator = torch.Generator().manual_seed(5)
+        weights = {group: torch.rand(11, 16, generator=generator) for group in GROUPS}
+    whole = blocks.collect(block, GROUPS, seen, block, hessians=True, weights=weights)
+    found = blocks.collect(block, GROUPS, seen, block, hessians=False, diagonals=True, weights=weights)
+    plain = blocks.collect(block, GROUPS, seen, block, hessians=False, diagonals=True)
+    for group in GROUPS:
+        assert found[group].hessian is None and whole[group].diagonal is None
+        assert found[group].diagonal.dtype == torch.float32
+        torch.testing.assert_close(found[group].diagonal, whole[group].hessian.diagonal())
+        assert torch.equal(found[group].diagonal, plain[group].diagonal) != weighted  # negative control
+        assert found[group].amax == whole[group].amax and found[group].tokens == whole[group].tokens
+
+
+def test_a_diagonal_of_many_rows_in_bfloat16_loses_nothing():
+    entry = blocks.InputStatistics.empty(3, hessian=False, diagonal=True, amax=False, cross=False, channels=False)
+    for _ in range(300):
+        entry.add(torch.tensor([[1.0078125, 3.0, 256.0]] * 64, dtype=torch.bfloat16))
+    entry.finish("input")
+    assert entry.diagonal.tolist() == [1.0078125**2, 9.0, 65536.0]
+
+
+def test_inputs_that_are_not_finite_are_refused_where_the_diagonal_alone_is_gathered():
+    block, seen = Block(), hidden(1)
+    seen[1][0, 0, 0] = torch.nan
+    with pytest.raises(CompressError, match="first: calibration input is not finite"):
+        blocks.collect(block, GROUPS[:1], seen, block, hessians=False, diagonals=True)
 
 
 def test_cross_terms_of_scaled_inputs_are_those_of_the_inputs_scaled():

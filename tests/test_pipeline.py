@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from compressor import pipeline
+from compressor import blocks, pipeline
 from compressor.bundle import signing
 from compressor.decode import engine
 from compressor.errors import CompressError, UsageError
@@ -132,7 +132,39 @@ def test_the_lines_of_the_model_card_load_the_bundle(tmp_path, rows, text, monke
     assert (ours - theirs).norm() / theirs.norm() <= 2e-2
 
 
-def test_gptq_is_closer_to_the_reference_than_rounding(tmp_path, rows, text):
+@pytest.mark.parametrize(("fmt", "guided"), [("int4-g32", False), ("nvfp4", False), ("mxfp4", True)])
+def test_rounding_gathers_diagonals_and_stores_what_whole_hessians_would_have_it_store(
+    tmp_path, rows, text, monkeypatch, fmt, guided
+):
+    source = tiny.save(tmp_path / "source", "llama-tied")
+    gathered, collect = [], blocks.collect
+
+    def watched(*args, **kwargs):
+        found = collect(*args, **kwargs)
+        gathered.append({entry.hessian is not None for entry in found.values()})
+        return found
+
+    monkeypatch.setattr(blocks, "collect", watched)
+    made = recipe(source, rows, text, quality=False, format=fmt, method="rtn", guided=guided)
+    bundle = run(tmp_path, made, "diagonals")
+    assert gathered == [{False}, {False}]
+    monkeypatch.setattr(Recipe, "needs_hessians", True)
+    whole = run(tmp_path, made, "whole")
+    assert gathered[2:] == [{True}, {True}]
+    stored, expected = (
+        {k: v for f in b.path.glob("*.safetensors") for k, v in load_file(f).items()} for b in (bundle, whole)
+    )
+    assert stored.keys() == expected.keys()
+    assert all(torch.equal(stored[k], expected[k]) for k in stored)
+    layers, others = bundle.passport.quantization.layers, whole.passport.quantization.layers
+    assert all(row.error is None and 0 < row.diagonal_error < 0.1 for row in layers)
+    assert all(row.diagonal_error is None and 0 < row.error < 0.1 for row in others)
+    assert bundle.passport.quantization.error_name == "relative weighted error"
+    assert whole.passport.quantization.error_name == "relative output error"
+
+
+def test_gptq_is_closer_to_the_reference_than_rounding(tmp_path, rows, text, monkeypatch):
+    monkeypatch.setattr(Recipe, "needs_hessians", True)  # so that rounding states the same error
     source = tiny.save(tmp_path / "source", num_hidden_layers=1)
     errors = {}
     for method in ("rtn", "gptq"):

@@ -181,6 +181,18 @@ def test_stages_follow_the_recipe(model):
     assert learned == ["calibration rows", "sensitivity", "quantize", "distill"]
 
 
+def test_whole_hessians_are_planned_for_where_a_run_gathers_them(model):
+    def quantize(**sections):
+        return next(stage for stage in plan.make(recipe(model, **sections)).stages if stage.name == "quantize")
+
+    rounded, searched = ({"method": "rtn", "scale_search": search} for search in ("none", "mse"))
+    assert quantize().memory["Hessians"] > 0
+    assert quantize(quantization=searched).memory["Hessians"] == 0
+    smoothed = quantize(quantization=searched, transform={"smoothing": "awq"})
+    assert smoothed.memory["Hessians"] > 0 and smoothed.seconds > quantize(quantization=searched).seconds
+    assert quantize().seconds > quantize(quantization=searched).seconds > quantize(quantization=rounded).seconds
+
+
 def eagle3(**sections):
     return {"kind": "eagle3", "training": {"answers": {"count": 100, "max_new_tokens": 10}}, **sections}
 

@@ -31,7 +31,7 @@ _BLOCK = re.compile(r"(?:^|\.)(\d+)\.(.+)$")
 
 
 def layer_errors(passport: Passport) -> str | None:
-    """Relative output error by block on a log axis, one colour and marker a linear class; None without any error."""
+    """Relative error by block on a log axis, one colour and marker a linear class; None without any error."""
     series = _by_class(passport.quantization.layers)
     if not series:
         return None
@@ -51,7 +51,7 @@ def layer_errors(passport: Passport) -> str | None:
             )
         axes.set_yscale("log")
         axes.set_xlabel("block")
-        axes.set_ylabel("relative output error")
+        axes.set_ylabel(passport.quantization.error_name)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
@@ -66,8 +66,8 @@ def _by_class(layers: list[Layer]) -> dict[str, list[tuple[int, float]]]:
     series: dict[str, list[tuple[int, float]]] = {}
     for layer in layers:
         match = _BLOCK.search(layer.name)
-        if match and layer.error:
-            series.setdefault(match[2], []).append((int(match[1]), layer.error))
+        if match and layer.stated_error:
+            series.setdefault(match[2], []).append((int(match[1]), layer.stated_error))
     short = {name: name.rpartition(".")[2] for name in series}
     unique = len(set(short.values())) == len(short)
     return {short[name] if unique else name: points for name, points in series.items()}

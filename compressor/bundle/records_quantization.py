@@ -40,13 +40,21 @@ class Layer(Record):
     error: NonNegativeFloat | None = None
     """Relative squared output error tr(E H Eᵀ)/tr(W H Wᵀ) over the calibration inputs; without calibration, of the
     weight itself (H = 1). With `guided` each token has its weight in H; with `asymmetric` W is still the original, not
-    what GPTQ aimed at. Before distillation, as `sqnr_db`."""
+    what GPTQ aimed at. Before distillation, as `sqnr_db`. Null where calibration gathered no H but its diagonal."""
+    diagonal_error: NonNegativeFloat | None = None
+    """Σ h E²/Σ h W² with h the diagonal of H, the mean square of each input: instead of `error` where the method needs
+    no more of H. It leaves out that inputs move together, so that the two cannot be compared. Before distillation."""
     sqnr_db: float | None = None
     """Signal to quantization noise of the weights in decibels; null for an exact copy, where it is infinite."""
     packed_bytes: PositiveInt
     """Bytes of this layer's tensors in the bundle, scales included, bias not."""
     original_bytes: PositiveInt
     stats: Settings = Field({})
+
+    @property
+    def stated_error(self) -> float | None:
+        """Whichever of the two errors there is."""
+        return self.diagonal_error if self.error is None else self.error
 
     @field_validator("sqnr_db", mode="before")
     @classmethod
@@ -152,3 +160,13 @@ class Quantization(Record):
     def formats(self) -> str:
         """The formats of the layers, for a reader."""
         return " + ".join(dict.fromkeys([self.format, *(layer.format for layer in self.layers)]))
+
+    @property
+    def has_diagonal_errors(self) -> bool:
+        """Whether the layers' errors are `diagonal_error`; they are of one kind in all layers."""
+        return any(layer.diagonal_error is not None for layer in self.layers)
+
+    @property
+    def error_name(self) -> str:
+        """What the layers' errors are called, for a reader."""
+        return "relative weighted error" if self.has_diagonal_errors else "relative output error"

@@ -38,6 +38,7 @@ def render(passport: Passport) -> str:
         rows=summary.rows(passport),
         acceptance=acceptance(passport),
         errors=None if errors is None else Markup(errors),
+        error_name=passport.quantization.error_name,
         ledger=Markup(plots.byte_ledger(passport)),
         worst=worst(passport),
         settings=flat(passport.quantization.settings),
@@ -66,10 +67,9 @@ def acceptance(passport: Passport) -> list[dict[str, Any]]:
 
 
 def worst(passport: Passport) -> list[Layer]:
-    """The layers with the largest relative output error, largest first."""
-    return sorted((layer for layer in passport.quantization.layers if layer.error), key=lambda x: -(x.error or 0))[
-        :WORST
-    ]
+    """The layers with the largest relative error, largest first."""
+    stated = [layer for layer in passport.quantization.layers if layer.stated_error]
+    return sorted(stated, key=lambda layer: -(layer.stated_error or 0))[:WORST]
 
 
 def flat(settings: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:

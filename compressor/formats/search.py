@@ -5,7 +5,7 @@ of times, so rows are taken in chunks that stay in the processor's cache; chunks
 threads. A chunk is also small enough for PyTorch not to split its operations, which would cost more than they do.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -132,9 +132,10 @@ def _integer_error(x: Tensor, h: Tensor | None, grid: IntegerGrid, bounds: tuple
 
 
 def _moments(x: Tensor, h: Tensor | None, levels: Tensor) -> tuple[Tensor, Tensor]:
-    """Σ h·x·level and Σ h·level² of each group: their quotient is the best scale for these levels."""
+    """Σ h·x·level and Σ h·level² of each group: their quotient is the best scale for these levels (overwritten)."""
     weighted = levels if h is None else levels * h
-    return (weighted * x).sum(-1), (weighted * levels).sum(-1)
+    cross = (weighted * x).sum(-1)
+    return cross, (levels.square_() if h is None else weighted.mul_(levels)).sum(-1)
 
 
 def _refit(x: Tensor, h: Tensor | None, grid: IntegerGrid, bounds: tuple[int, int]) -> Tensor:
@@ -145,23 +146,34 @@ def _refit(x: Tensor, h: Tensor | None, grid: IntegerGrid, bounds: tuple[int, in
 def _fit_codes(
     x: Tensor, h: Tensor | None, grid: IntegerGrid, bounds: tuple[int, int], ratios: Sequence[float]
 ) -> IntegerGrid:
-    """The fitted scale and the zero point whose codes explain most of Σ h·x².
+    """The fitted scale and the zero point whose codes explain most of Σ h·x², the earlier where they tie."""
+    tried = list(_candidates(x, grid, bounds, ratios))
+    moments = [_moments(x, h, _levels(x, candidate, bounds)) for candidate in tried]
+    # compared all at once: a comparison is little work, and costs as much to dispatch as a rounding
+    cross, energy = (torch.stack(parts) for parts in zip(*moments, strict=True))
+    gain = cross.square() / energy.clamp(min=_TINY)
+    gain = torch.where(cross * torch.stack([step for step, _ in tried]) > 0, gain, 0).nan_to_num_(0, torch.inf)
+    explained, best = gain.max(0, keepdim=True)
+    found = explained[0] > 0
 
-    The zero points beside the one that centres the range are tried at every other ratio: their optimum is as flat.
-    """
-    best_step, best_zero = grid
-    explained = torch.zeros_like(best_step)
-    middle = None if best_zero is None else (x.amax(-1) + x.amin(-1)) / 2
+    def choose(values: Tensor, otherwise: Tensor) -> Tensor:
+        return torch.where(found, values.gather(0, best)[0], otherwise)
+
+    step = choose(cross / energy, grid[0])
+    return step, None if grid[1] is None else choose(torch.stack([z for _, z in tried if z is not None]), grid[1])
+
+
+def _candidates(
+    x: Tensor, grid: IntegerGrid, bounds: tuple[int, int], ratios: Sequence[float]
+) -> Iterator[IntegerGrid]:
+    """The standard scale times each ratio; with zero points, each with the one that centres the range, and at every
+    other ratio those beside it too: their optimum is as flat."""
+    middle = None if grid[1] is None else (x.amax(-1) + x.amin(-1)) / 2
     for index, ratio in enumerate(ratios):
         step = grid[0] * ratio
-        centre = None if middle is None else (sum(bounds) / 2 - middle / step).round_()
-        for shift in (0, -1, 1) if centre is not None and index % 2 else (0,):
-            zero = None if centre is None else (centre + shift).clamp_(*bounds)
-            cross, energy = _moments(x, h, _levels(x, (step, zero), bounds))
-            gain = cross.square() / energy.clamp(min=_TINY)
-            better = (gain > explained) & (cross * step > 0)
-            explained = torch.where(better, gain, explained)
-            best_step = torch.where(better, cross / energy, best_step)
-            if best_zero is not None and zero is not None:
-                best_zero = torch.where(better, zero, best_zero)
-    return best_step, best_zero
+        if middle is None:
+            yield step, None
+            continue
+        centre = (sum(bounds) / 2 - middle / step).round_()
+        for shift in (0, -1, 1) if index % 2 else (0,):
+            yield step, (centre + shift).clamp_(*bounds)

@@ -22,6 +22,13 @@ def relative_output_error(weight: Tensor, decoded: Tensor, hessian: Tensor | Non
     return noise / signal if signal > 0 else 0.0
 
 
+def relative_diagonal_error(weight: Tensor, decoded: Tensor, diagonal: Tensor) -> float:
+    """Σ h e² / Σ h w², the elements e of E = decoded − W and w of W weighed by `diagonal` h (float [in], ≥ 0), that of
+    H: what `relative_output_error` would be for inputs that have nothing to do with each other."""
+    root = diagonal.float().sqrt()
+    return relative_output_error(weight.float() * root, decoded.float() * root, None)
+
+
 def sqnr_db(weight: Tensor, decoded: Tensor) -> float:
     """10 log10(‖W‖² / ‖decoded − W‖²) in decibel; infinite for an exact copy."""
     ratio = relative_output_error(weight, decoded, None)

@@ -9,7 +9,7 @@ from torch import Tensor
 from compressor.errors import CompressError, UsageError
 from compressor.formats import Format
 from compressor.quantize.gptq import gptq_together
-from compressor.quantize.metrics import relative_output_error, sqnr_db
+from compressor.quantize.metrics import relative_diagonal_error, relative_output_error, sqnr_db
 from compressor.quantize.rtn import rtn
 
 METHODS = ("gptq", "rtn")
@@ -20,13 +20,15 @@ class LayerResult:
     """One quantized linear.
 
     tensors: on disk by suffix. error: tr(E H Eᵀ) / tr(W H Wᵀ), relative to the layer's output over the calibration
-    inputs (the identity for H where none was given). sqnr_db: of the weight itself. stats: method, and for GPTQ the
-    damping that held, the precision of the factorization, the number of dead inputs, what `gptq_together` adds for a
-    cross term and for refitted scales, and seconds for all the layers solved together.
+    inputs (the identity for H where nothing was given); None where only the diagonal of H was given, and
+    diagonal_error, see `relative_diagonal_error`, None everywhere else. sqnr_db: of the weight itself. stats: method,
+    and for GPTQ the damping that held, the precision of the factorization, the number of dead inputs, what
+    `gptq_together` adds for a cross term and for refitted scales, and seconds for all the layers solved together.
     """
 
     tensors: dict[str, Tensor]
-    error: float
+    error: float | None
+    diagonal_error: float | None
     sqnr_db: float
     stats: dict = field(default_factory=dict)
 
@@ -39,6 +41,7 @@ def quantize_shared(
     method: str,
     names: list[str],
     hessian: Tensor | None = None,
+    diagonal: Tensor | None = None,
     search: str = "mse",
     damping: float = 0.01,
     order: str = "static",
@@ -49,21 +52,22 @@ def quantize_shared(
 ) -> list[LayerResult]:
     """Quantize weights (float [out_i, in], one dtype) that read the same input whose Hessian is `hessian` [in, in].
 
-    method "gptq" needs the Hessian; "rtn" uses its diagonal, if given, to weigh the scale search. fused: engines
-    concatenate these weights, so a format's global scale is common to all. cross and refit are for "gptq" alone. Other
-    options as `gptq`.
+    method "gptq" needs the Hessian; "rtn" weighs its scale search by the diagonal, if it has one: that of `hessian`, or
+    `diagonal`, float [in], where there is no more of it. fused: engines concatenate these weights, so a format's global
+    scale is common to all. cross and refit are for "gptq" alone. Other options as `gptq`.
     Raises CompressError naming the layer for NaN or Inf, a group that does not divide, or a singular Hessian.
     """
     if method not in METHODS:
         raise UsageError(f"method: {method!r} is not one of {', '.join(METHODS)}")
     if method == "gptq" and hessian is None:
         raise CompressError(f"{names[0]}: GPTQ needs the Hessian of the layer's input")
+    importance = diagonal if hessian is None else hessian.diagonal()
     for weight, name in zip(weights, names, strict=True):
         fmt.check(weight.shape[1], name)
         if not bool(weight.isfinite().all()):
             raise CompressError(f"{name}: the weight holds NaN or Inf")
-        if hessian is not None and hessian.shape[0] != weight.shape[1]:
-            raise CompressError(f"{name}: {weight.shape[1]} inputs, but a Hessian of {hessian.shape[0]}")
+        if importance is not None and len(importance) != weight.shape[1]:
+            raise CompressError(f"{name}: {weight.shape[1]} inputs, but a Hessian of {len(importance)}")
     if fused:
         fmt.check_fused([len(weight) for weight in weights], names[0])
     started = time.perf_counter()
@@ -83,18 +87,23 @@ def quantize_shared(
         )
     else:
         common = fmt.global_scale(weights, search=search) if fused else None
-        importance = None if hessian is None else hessian.diagonal()
         encoded = [rtn(w, fmt, search=search, importance=importance, global_scale=common) for w in weights]
         stats = {}
     stats = {"method": method, **stats, "seconds": round(time.perf_counter() - started, 4)}
     return [
-        _result(weight, fmt, name, tensors, hessian, stats)
+        _result(weight, fmt, name, tensors, hessian, diagonal, stats)
         for weight, name, tensors in zip(weights, names, encoded, strict=True)
     ]
 
 
 def _result(
-    weight: Tensor, fmt: Format, name: str, tensors: dict[str, Tensor], hessian: Tensor | None, stats: dict
+    weight: Tensor,
+    fmt: Format,
+    name: str,
+    tensors: dict[str, Tensor],
+    hessian: Tensor | None,
+    diagonal: Tensor | None,
+    stats: dict,
 ) -> LayerResult:
     decoded = fmt.decode(tensors)
     if not bool(decoded.to(weight.dtype).isfinite().all()):  # rounding up may pass the dtype's largest number
@@ -102,4 +111,9 @@ def _result(
         raise CompressError(
             f"{name}: {fmt.name} rounds its largest weight, {largest:g}, to infinity; add it to quantization.ignore"
         )
-    return LayerResult(tensors, relative_output_error(weight, decoded, hessian), sqnr_db(weight, decoded), dict(stats))
+    error = diagonal_error = None
+    if hessian is None and diagonal is not None:
+        diagonal_error = relative_diagonal_error(weight, decoded, diagonal)
+    else:
+        error = relative_output_error(weight, decoded, hessian)
+    return LayerResult(tensors, error, diagonal_error, sqnr_db(weight, decoded), dict(stats))

@@ -110,6 +110,16 @@ class TestReport:
         assert "Error of each layer" not in text
         assert "Where the bytes are" in text
 
+    def test_an_error_of_the_diagonal_alone_has_a_name_of_its_own(self, fields):
+        assert "Relative output error of each quantized linear" in report.render(Passport.make(**fields))
+        for layer in fields["quantization"]["layers"]:
+            layer["diagonal_error"] = layer.pop("error")
+        text = report.render(Passport.make(**fields))
+        Page(text)
+        assert "Relative weighted error of each quantized linear" in text and "Σ h E²" in text
+        assert "elative output error" not in text.replace("not to be compared with a relative output error", "")
+        assert "tr(E H Eᵀ)" not in text
+
     def test_speed_and_tax_appear_when_they_are_there(self, fields):
         measured = {"kind": "measured"}
         derived = {"kind": "derived", "formula": "1 - realized / potential", "inputs": ["outcomes.configurations"]}

@@ -8,7 +8,7 @@ import torch
 from compressor import formats
 from compressor.errors import CompressError, UsageError
 from compressor.quantize import gptq, quantize_shared, rtn
-from compressor.quantize.metrics import output_energy, relative_output_error, sqnr_db
+from compressor.quantize.metrics import output_energy, relative_diagonal_error, relative_output_error, sqnr_db
 
 NAMES = ["layers.0.q", "layers.0.k", "layers.0.v"]
 
@@ -87,6 +87,28 @@ def test_rounding_uses_the_hessians_diagonal_for_its_search_only():
     assert all(torch.equal(v, fmt.encode(weight)[k]) for k, v in plain.tensors.items())
 
 
+@pytest.mark.parametrize("name", ["int4-g64", "int4-g64-asym", "int8", "fp8", "nvfp4", "mxfp4"])
+def test_rounding_with_the_diagonal_alone_gives_the_same_tensors_and_names_its_error_otherwise(name):
+    fmt, hessian = formats.get(name), inputs().T @ inputs() * torch.outer(*[torch.linspace(0.01, 3, 64)] * 2)
+
+    def rounded(**given):
+        return quantize_shared(weights(), fmt, method="rtn", names=NAMES, **given)
+
+    whole, alone, turned = (
+        rounded(**given)
+        for given in ({"hessian": hessian}, {"diagonal": hessian.diagonal()}, {"diagonal": hessian.diagonal().flip(0)})
+    )
+    for weight, a, b in zip(weights(), whole, alone, strict=True):
+        assert a.tensors.keys() == b.tensors.keys()
+        assert all(torch.equal(a.tensors[k], b.tensors[k]) for k in a.tensors)
+        assert a.diagonal_error is None and b.error is None and a.sqnr_db == b.sqnr_db
+        noise, diagonal = (fmt.decode(b.tensors) - weight.float()).square(), hessian.diagonal()
+        expected = (noise * diagonal).sum() / (weight.float().square() * diagonal).sum()
+        assert b.diagonal_error == pytest.approx(float(expected), rel=1e-4)
+    other = [not torch.equal(fmt.decode(a.tensors), fmt.decode(b.tensors)) for a, b in zip(whole, turned, strict=True)]
+    assert any(other)  # negative control: the diagonal matters
+
+
 @pytest.mark.parametrize("name", ["int4-g64", "int4-g64-asym", "nvfp4", "mxfp4"])
 def test_results_do_not_depend_on_threads_or_on_autograd(name):
     fmt, x = formats.get(name), inputs()
@@ -116,6 +138,11 @@ def test_metrics_of_exact_and_zero_weights():
     assert relative_output_error(weight, weight, None) == 0 and sqnr_db(weight, weight) == math.inf
     assert relative_output_error(torch.zeros(2, 4), torch.zeros(2, 4), None) == 0
     assert relative_output_error(weight, torch.zeros_like(weight), inputs().T @ inputs()) == pytest.approx(1)
+    apart = torch.linspace(0.1, 2, 64)
+    assert relative_diagonal_error(weight, weight.bfloat16(), apart) == 0  # bfloat16 already
+    assert relative_diagonal_error(weight, weight.round(), apart) == pytest.approx(
+        relative_output_error(weight, weight.round(), apart.diag()), rel=1e-4
+    )
     assert output_energy(torch.ones(1, 2), torch.tensor([[2.0, 1.0], [1.0, 2.0]])) == 6
 
 
@@ -138,6 +165,10 @@ def test_refusals_name_the_layer_at_fault():
         quantize_shared(weights(), formats.get("int4-g128"), method="rtn", names=NAMES)
     with pytest.raises(CompressError, match=r"layers\.0\.q: GPTQ needs the Hessian"):
         quantize_shared(weights(), fmt, method="gptq", names=NAMES)
+    with pytest.raises(CompressError, match=r"layers\.0\.q: GPTQ needs the Hessian"):
+        quantize_shared(weights(), fmt, method="gptq", diagonal=hessian.diagonal(), names=NAMES)
+    with pytest.raises(CompressError, match=r"layers\.0\.q: 64 inputs, but a Hessian of 32"):
+        quantize_shared(weights(), fmt, method="rtn", diagonal=hessian.diagonal()[:32], names=NAMES)
     with pytest.raises(CompressError, match=r"layers\.0\.q: 64 inputs, but a Hessian of 32"):
         quantize_shared(weights(), fmt, method="gptq", hessian=hessian[:32, :32], names=NAMES)
     with pytest.raises(CompressError, match=r"layers\.0\.q: the Hessian is empty"):
