@@ -202,7 +202,7 @@ def test_commands_shown_in_the_ready_recipes_parse(pipeline, monkeypatch, tmp_pa
         _, *arguments = command.split()
         result = call(*[REPOSITORY / word if word.startswith("recipes/") else word for word in arguments])
         assert result.exit_code == (1 if arguments[0] == "train" else 0)
-    assert len(pipeline.calls) == 7 and trained == [("smollm2-135m-eagle3", Path("head"))]
+    assert len(pipeline.calls) == 10 and trained == [("smollm2-135m-eagle3", Path("head"))]
 
 
 # ------------------------------------------------------------------ what the end of a run says

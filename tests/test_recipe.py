@@ -57,7 +57,11 @@ def test_the_ready_recipes_are_the_promised_ones():
         "int4-g128": ("int4-g128", "16bit", "gptq"),
         "mixed-int4-int8": ("int4-g64", "16bit", "gptq"),
         "best-int4-g64": ("int4-g64", "16bit", "gptq"),
+        "fast-int4-g64": ("int4-g64", "16bit", "rtn"),
+        "fast-nvfp4": ("nvfp4", "16bit", "rtn"),
+        "fast-mxfp4": ("mxfp4", "16bit", "rtn"),
     }
+    assert all(q.scale_search == "mse" for q in found.values())
     assert {stem for stem, q in found.items() if q.guided} == {stem for stem in found if stem.startswith("best-")}
 
 
