@@ -146,6 +146,17 @@ def test_metrics_of_exact_and_zero_weights():
     assert output_energy(torch.ones(1, 2), torch.tensor([[2.0, 1.0], [1.0, 2.0]])) == 6
 
 
+@pytest.mark.parametrize("width", [200, 256, 600])
+def test_output_energy_reads_one_of_two_mirrored_panels(width):
+    rows, weight = torch.randn(700, width, dtype=torch.float64), torch.randn(5, width, dtype=torch.float64)
+    hessian = rows.T @ rows
+    energy = float((rows @ weight.T).square().sum())
+    assert output_energy(weight, hessian) == pytest.approx(energy)
+    below = hessian.tril(-256)  # below the panels on the diagonal, whatever they begin at
+    assert output_energy(weight, hessian - below) == pytest.approx(energy)  # never read
+    assert width <= 256 or output_energy(weight, hessian - below.T) != pytest.approx(energy)
+
+
 def test_a_zero_layer_is_quantized_to_zeros():
     for name in ("int4-g64", "int4-g64-asym", "nvfp4", "mxfp4"):
         fmt, hessian = formats.get(name), inputs().T @ inputs()
