@@ -39,6 +39,8 @@ OURS: dict[str, dict] = {
 PEERS = {"llmc-rtn": "rtn", "llmc-gptq": "gptq", "auto-round": "auto-round"}
 """Columns of other tools: what `peer.py` calls the method."""
 METHODS = (*OURS, *PEERS)
+OWN_JUDGE = "quality_judge.py"
+"""What asks this project's own evaluation, where the judge that was named refuses a bundle."""
 
 Cell = tuple[str, str]
 """(method, format)."""
@@ -49,8 +51,8 @@ class Record:
     `left_out`, formats and why; `kept`, per format the linears that stay unquantized, as patterns; `cells`, by method
     and format.
 
-    A cell is {"failed": reason}, or seconds, cpu_seconds, peak_bytes, bundle_bytes and, under `texts`, what the judge
-    found on each text: kl_nats, top1_agreement, ppl and `judge`; {"not_judged": reason} where no judge could say.
+    A cell is {"failed": reason}, or seconds, cpu_seconds, peak_bytes, bundle_bytes and, under `texts`, what was found
+    on each text: kl_nats, top1_agreement, ppl and who was the `judge`; {"not_judged": reason} where none could say.
     """
 
     def __init__(self, path: Path, settings: dict | None = None, texts: dict[str, str] | None = None):
@@ -230,7 +232,7 @@ def _cost(record: Record, cell: Cell) -> str:
 
 
 def _own(record: Record, cell: Cell, text: str) -> bool:
-    return figure(record, cell, text, "judge") == "own"
+    return figure(record, cell, text, "judge") == OWN_JUDGE
 
 
 def _gaps(record: Record, names: list[str]) -> Iterator[str]:

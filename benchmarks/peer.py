@@ -88,11 +88,12 @@ def llm_compressor(args: argparse.Namespace, model, ids, skip: list[str]) -> Non
 
 def auto_round(args: argparse.Namespace, model, ids, tokenizer, skip: list[str]) -> None:
     """Its tuning with default settings but for the number of iterations."""
+    if args.format not in AUTO_ROUND:
+        raise SystemExit(f"auto-round has no format {args.format}")
+
     import torch
     from auto_round import AutoRound
 
-    if args.format not in AUTO_ROUND:
-        raise SystemExit(f"auto-round has no format {args.format}")
     rows: Any = [{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in ids]
     tuner = AutoRound(
         model,

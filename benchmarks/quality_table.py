@@ -35,7 +35,7 @@ from pathlib import Path
 import peer
 import torch
 from _process import Failed, last_line, run
-from _quality import FORMATS, OURS, PEERS, Cell, Record, chosen, markdown, unmet
+from _quality import FORMATS, OURS, OWN_JUDGE, PEERS, Cell, Record, chosen, markdown, unmet
 from safetensors import safe_open
 
 from compressor import formats, models
@@ -47,7 +47,6 @@ from compressor.errors import CompressError
 from compressor.models.skeleton import model_config
 
 HERE = Path(__file__).resolve().parent
-OWN_JUDGE = [sys.executable, str(HERE / "quality_judge.py")]
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -143,14 +142,14 @@ def judged(args: argparse.Namespace, bundle: Path, text: Path) -> dict:
     """What --judge says about a bundle on a text, or our own where it refuses; "not_judged" and the reason of both."""
     asked = ["--text", str(text), "--windows", str(args.windows), "--length", str(args.length)]
     reasons = []
-    for judge, words in (("given", shlex.split(args.judge)), ("own", OWN_JUDGE)):
+    for words in (shlex.split(args.judge), [sys.executable, str(HERE / OWN_JUDGE)]):
         done = subprocess.run([*words, str(args.model), str(bundle), *asked], capture_output=True, text=True)
         try:
             said = json.loads(done.stdout.strip().splitlines()[-1]) if not done.returncode else {}
         except (ValueError, IndexError):
             said = {}
         if {"kl_nats", "top1_agreement", "ppl"} <= said.keys():
-            return {key: said[key] for key in ("kl_nats", "top1_agreement", "ppl")} | {"judge": judge}
+            return {key: said[key] for key in ("kl_nats", "top1_agreement", "ppl")} | {"judge": Path(words[-1]).name}
         reasons.append(last_line(done.stderr or done.stdout).replace(str(bundle), bundle.name))
     return {"not_judged": "; ".join(reasons)}
 

@@ -3,14 +3,14 @@
 import json
 
 import pytest
-from _quality import FORMATS, METHODS, PEERS, Record, chosen, markdown, ratio, unmet
+from _quality import FORMATS, METHODS, OWN_JUDGE, PEERS, Record, chosen, markdown, ratio, unmet
 
 SETTINGS = {"model": "tiny", "calibration": {"sha256": "00"}}
 TEXTS = {"tales": "tales.txt"}
 FOUR_BIT = [name for name, form in FORMATS.items() if form.four_bit]
 
 
-def cell(kl: float, judge: str = "given", text: str = "tales") -> dict:
+def cell(kl: float, judge: str = "judge.py", text: str = "tales") -> dict:
     found = {"kl_nats": kl, "top1_agreement": 0.9, "ppl": 5.0, "judge": judge}
     return {"seconds": 1.0, "cpu_seconds": 2.0, "peak_bytes": 10**6, "bundle_bytes": 1000, "texts": {text: found}}
 
@@ -112,7 +112,7 @@ def test_eight_bits_require_nothing(record):
 def test_the_table_says_what_is_missing_and_who_judged(record):
     record.data["kept"] = {"nvfp4": ["*.mlp.down_proj"]}
     record.data["left_out"] = {"int4-g128": "no linear can be grouped so (inputs: 64)"}
-    record.put(("rtn", "int8-w8a8"), cell(0.001, judge="own"))
+    record.put(("rtn", "int8-w8a8"), cell(0.001, judge=OWN_JUDGE))
     record.put(("auto-round", "fp8-w8a8"), {"failed": "auto-round has no format fp8-w8a8"})
     unjudged = cell(0) | {"texts": {"tales": {"not_judged": "cannot be read"}}}
     record.put(("llmc-rtn", "fp8"), unjudged)

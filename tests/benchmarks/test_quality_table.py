@@ -10,7 +10,7 @@ import quality_judge
 import quality_table
 import tiny_models as tiny
 import torch
-from _quality import FORMATS, OURS, Record
+from _quality import FORMATS, OURS, OWN_JUDGE, Record
 
 from compressor.errors import CompressError
 from compressor.recipe import Recipe
@@ -105,7 +105,7 @@ def test_a_cell_is_made_judged_and_not_made_again(args, tmp_path, monkeypatch):
     ids = torch.randint(3, 200, (8, 16), generator=torch.Generator().manual_seed(0))
     quality_table.fill(args, record, ids)
     cell = record.cell(("rtn", "int8-w8a8"))
-    assert cell["texts"] == {"tales": {"kl_nats": 0.25, "top1_agreement": 0.5, "ppl": 3.0, "judge": "given"}}
+    assert cell["texts"] == {"tales": {"kl_nats": 0.25, "top1_agreement": 0.5, "ppl": 3.0, "judge": "judge.py"}}
     assert cell["seconds"] > 0 and cell["peak_bytes"] > cell["bundle_bytes"] > 0
     assert str(tmp_path) not in (tmp_path / "record.json").read_text()
     monkeypatch.setattr(quality_table, "make", lambda *_: pytest.fail("made again"))
@@ -130,7 +130,7 @@ def test_a_tool_that_fails_is_quoted_without_paths(args, tmp_path):
 def test_our_evaluation_judges_what_the_judge_refuses(args):
     args.judge = f"{sys.executable} -c \"import sys; sys.exit('8-bit inputs')\""
     found = quality_table.judged(args, args.model, args.text["tales"])
-    assert found["judge"] == "own"
+    assert found["judge"] == OWN_JUDGE
     assert found["kl_nats"] == pytest.approx(0, abs=1e-6) and found["top1_agreement"] == 1
 
 
@@ -150,7 +150,7 @@ def test_windows_are_spaced_over_the_whole_text():
 
 def test_the_requirement_decides_the_exit_code(tmp_path, monkeypatch):
     def code(ours: float) -> int:
-        judged = {"top1_agreement": 1.0, "ppl": 2.0, "judge": "given"}
+        judged = {"top1_agreement": 1.0, "ppl": 2.0, "judge": "judge.py"}
         cells = {
             method: {name: {"texts": {"tales": {"kl_nats": kl, **judged}}} for name in FORMATS}
             for method, kl in (("best", ours), ("auto-round", 0.1))
