@@ -11,15 +11,13 @@ its neighbours; the ratios are what to compare.
 
 import argparse
 import json
-import os
 import shlex
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import torch
+from _process import Failed, run
 
 RECIPE = """
 name: benchmark
@@ -31,16 +29,6 @@ measure: {{quality: {{kind: none}}}}
 """
 
 
-def run(command: list[str]) -> dict:
-    """Seconds and peak resident bytes of one child process. Raises SystemExit if it fails."""
-    started = time.perf_counter()
-    process = subprocess.Popen(command, stdout=sys.stderr)
-    _, status, usage = os.wait4(process.pid, 0)
-    if status:
-        raise SystemExit(f"failed: {shlex.join(command)}")
-    return {"seconds": round(time.perf_counter() - started, 1), "peak_bytes": usage.ru_maxrss * 1024}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
@@ -49,6 +37,17 @@ def main() -> None:
     parser.add_argument("--peer", help="command line of the other tool")
     parser.add_argument("--json", type=Path, help="write the result here too")
     args = parser.parse_args()
+    try:
+        result = compare(args)
+    except Failed as error:
+        raise SystemExit(f"failed: {error}") from None
+    print(json.dumps(result, indent=1))
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def compare(args: argparse.Namespace) -> dict:
+    """Ours, then the peer."""
     rows, length = torch.load(args.ids, weights_only=True).shape
     with tempfile.TemporaryDirectory() as folder:
         recipe = Path(folder) / "recipe.yaml"
@@ -60,9 +59,7 @@ def main() -> None:
         result["peer"] = run(shlex.split(args.peer))
         result["time_ratio"] = round(result["ours"]["seconds"] / result["peer"]["seconds"], 3)
         result["memory_ratio"] = round(result["ours"]["peak_bytes"] / result["peer"]["peak_bytes"], 3)
-    print(json.dumps(result, indent=1))
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    return result
 
 
 if __name__ == "__main__":
