@@ -5,7 +5,6 @@ import math
 import torch
 from torch import Tensor
 
-
 _PANEL = 256
 """Columns taken together: wide enough for products at full speed, few enough for half of them to be saved."""
 
