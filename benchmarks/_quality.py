@@ -1,11 +1,12 @@
 """The table of `quality_table.py`: which cells there are, their record on disk, and what is printed of it."""
 
 import json
-import os
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from _files import replace_json
 
 
 class Format(NamedTuple):
@@ -93,11 +94,8 @@ class Record:
         self.save()
 
     def save(self) -> None:
-        """Write the file in one step, so that a kill leaves the old or the new one."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self.path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(self.data, indent=1) + "\n")
-        os.replace(temporary, self.path)
+        """Write the file."""
+        replace_json(self.path, self.data)
 
     def missing(self, cells: Iterable[Cell], texts: Iterable[str], *, again: bool = False) -> list[Cell]:
         """Which of `cells` are still to be made: those never finished, those without one of the `texts`; all with

@@ -18,7 +18,6 @@ has not less KL than a uniform format that fits its budget, or more bytes than i
 import argparse
 import json
 import math
-import os
 import random
 import shutil
 import time
@@ -30,6 +29,7 @@ import matplotlib
 
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
+from _files import replace_json
 
 from compressor import formats, pipeline
 from compressor.allocate import budget, stage
@@ -145,9 +145,7 @@ class Points:
         }
         print(json.dumps(row), flush=True)
         self.rows.append(row)
-        temporary = self.path.with_suffix(".json.tmp")
-        temporary.write_text(json.dumps(self.data, indent=1) + "\n")
-        os.replace(temporary, self.path)
+        replace_json(self.path, self.data)
         shutil.rmtree(self.work)
 
 

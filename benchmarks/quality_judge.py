@@ -15,27 +15,19 @@ from pathlib import Path
 
 import torch
 
-from compressor.calibration.documents import encode_text
 from compressor.checkpoint.tokenizer import load_tokenizer
 from compressor.checkpoint.weights import Weights
 from compressor.errors import CompressError
+from compressor.evals.rows import text_windows
 from compressor.measure import quality
 from compressor.models.skeleton import model_config
 from compressor.models.stream import BlockStream
 from compressor.ui import NullUI
 
 
-def windows(ids: list[int], count: int, length: int) -> torch.Tensor:
-    """int64 [count, length], evenly spaced over `ids`. Raises CompressError for a text shorter than a window."""
-    if len(ids) <= length:
-        raise CompressError(f"the text has {len(ids)} tokens, a window {length}; give a longer text or --length")
-    starts = torch.linspace(0, len(ids) - length - 1, count).long().tolist()
-    return torch.tensor([ids[start : start + length] for start in starts])
-
-
-def judge(reference: Path, bundle: Path, text: str, count: int, length: int) -> dict:
+def judge(reference: Path, bundle: Path, text: Path, count: int, length: int) -> dict:
     """What is printed."""
-    ids = windows(encode_text(text, load_tokenizer(reference)), count, length)
+    ids = text_windows(text, load_tokenizer(reference), rows=count, length=length)
     target, candidate = (
         BlockStream(Weights(folder), model_config(folder)[0], torch.float32) for folder in (reference, bundle)
     )
@@ -53,8 +45,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=512)
     args = parser.parse_args()
     try:
-        text = args.text.read_text(encoding="utf-8")
-        print(json.dumps(judge(args.reference, args.bundle, text, args.windows, args.length)))
+        print(json.dumps(judge(args.reference, args.bundle, args.text, args.windows, args.length)))
     except (CompressError, OSError) as error:
         sys.exit(f"{args.bundle}: {error}")
 

@@ -178,16 +178,9 @@ def collect(
     Raises CompressError for an input that is not finite, naming the linear.
     """
     linears = {group: _linear(layer, group.names[0]) for group in groups}
-    crossed = reference is not None
+    wanted = {"hessian": hessians, "diagonal": diagonals, "channels": channels, "cross": reference is not None}
     statistics = {
-        group: InputStatistics.empty(
-            linear.in_features,
-            hessian=hessians,
-            diagonal=diagonals,
-            amax=group.needs_range,
-            cross=crossed,
-            channels=channels,
-        )
+        group: InputStatistics.empty(linear.in_features, amax=group.needs_range, **wanted)
         for group, linear in linears.items()
     }
     exact: dict[SelectedGroup, torch.Tensor] = {}

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from compressor import blocks, formats, models, propose, record, sensitivity, transform_stage
+from compressor import blocks, formats, models, preflight, propose, record, sensitivity, transform_stage
 from compressor.activations import Activations
 from compressor.allocate.stage import allocate
 from compressor.bundle import api as bundle_api
@@ -33,14 +33,6 @@ from compressor.job_tensors import CALIBRATION, EVALUATION, calibration_ids, loa
 from compressor.measure import quality
 from compressor.models.skeleton import model_config
 from compressor.models.stream import BlockStream
-from compressor.preflight import (
-    check_source,
-    refuse_existing,
-    refuse_several,
-    refuse_unknown,
-    resolve_source,
-    staging_folder,
-)
 from compressor.recipe import Quantization, Recipe
 from compressor.transform.view import TransformedWeights
 from compressor.ui import UI
@@ -134,11 +126,11 @@ def run(
     after an interruption `resume` continues it. Raises CompressError or UsageError with a one-line message.
     """
     out, work = Path(out), Path(work)
-    refuse_several("run")
-    refuse_existing(out)
+    preflight.refuse_several("run")
+    preflight.refuse_existing(out)
     private_key, public_key = signing.resolve_keys(recipe.bundle.private_key)
-    state = Run(recipe, ui, resolve_source(recipe, ui, offline=offline))
-    check_source(state)
+    state = Run(recipe, ui, preflight.resolve_source(recipe, ui, offline=offline))
+    preflight.check_source(state)
     state.job = job = Job(work, recipe.to_dict(), record.environment(), resume=resume, open_until=OPEN)
     try:
         pin_source(state)
@@ -236,7 +228,7 @@ def quantize(state: Run) -> None:
     if done == total and outside:
         return
     stream = BlockStream(state.weights, state.weights.config, state.dtype)
-    refuse_unknown(state, stream)
+    preflight.refuse_unknown(state, stream)
     if done < total:
         sensitivity.check(state)
         flows = start_activations(state, stream, done) if state.quantization.needs_data else []
@@ -363,7 +355,7 @@ def save_outside(state: Run) -> dict:
 def stage_bundle(state: Run, out: Path) -> Path:
     """Assemble shards, config and tokenizer beside `out`; the folder is renamed to `out` when all is done."""
     state.ui.stage("bundle")
-    staging = staging_folder(out)
+    staging = preflight.staging_folder(out)
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     try:

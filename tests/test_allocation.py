@@ -6,7 +6,7 @@ import json
 import pytest
 import tiny_models as tiny
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from compressor import formats, pipeline, plan, plan_costs
 from compressor.allocate import budget, stage
@@ -21,22 +21,11 @@ from compressor.quantize.rtn import rtn
 from compressor.recipe import Recipe
 from compressor.ui import NullUI
 
+pytestmark = pytest.mark.usefixtures("keys")
+
 FORMATS = ["int4-g32", "int8", "none"]
 GROUPS = 8
 """Of a tiny model: two blocks of q/k/v, o, gate/up and down."""
-
-
-@pytest.fixture(autouse=True)
-def keys(tmp_path, monkeypatch):
-    monkeypatch.setenv("COMPRESS_KEYS", str(tmp_path / "keys"))
-
-
-@pytest.fixture
-def rows(tmp_path):
-    path = tmp_path / "rows.safetensors"
-    ids = torch.randint(3, tiny.VOCABULARY, (6, 32), generator=torch.Generator().manual_seed(3))
-    save_file({"ids": ids}, path)
-    return path
 
 
 @pytest.fixture

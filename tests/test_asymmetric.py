@@ -5,7 +5,6 @@ import json
 import pytest
 import tiny_models as tiny
 import torch
-from safetensors.torch import save_file
 
 from compressor import pipeline
 from compressor.errors import CompressError
@@ -18,8 +17,7 @@ def recipe(tmp_path, monkeypatch):
     """A function that makes a recipe on a tiny model of three blocks."""
     monkeypatch.setenv("COMPRESS_KEYS", str(tmp_path / "keys"))
     source = tiny.save(tmp_path / "source", num_hidden_layers=3)
-    ids = torch.randint(3, tiny.VOCABULARY, (6, 32), generator=torch.Generator().manual_seed(3))
-    save_file({"ids": ids}, tmp_path / "rows.safetensors")
+    tiny.save_rows(tmp_path)
 
     def make(budget: int = 1 << 30, **quantization) -> Recipe:
         return Recipe.from_dict(

@@ -7,7 +7,7 @@ import shutil
 import pytest
 import tiny_models as tiny
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from compressor import formats, inspection, pipeline, plan
@@ -22,6 +22,8 @@ from compressor.models.skeleton import model_config
 from compressor.models.stream import BlockStream
 from compressor.recipe import Recipe
 from compressor.ui import NullUI
+
+pytestmark = pytest.mark.usefixtures("keys")
 
 IDS = torch.arange(3, 27)[None]
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2, "num_key_value_heads": 2}
@@ -40,19 +42,6 @@ STORED = {
     "model.layers.1.mlp.up_proj": ("int4-g32", "16bit"),
 }
 """What `OVERRIDES` make of some linears beside int4-g32: the last entry that names one counts."""
-
-
-@pytest.fixture(autouse=True)
-def keys(tmp_path, monkeypatch):
-    monkeypatch.setenv("COMPRESS_KEYS", str(tmp_path / "keys"))
-
-
-@pytest.fixture
-def rows(tmp_path):
-    path = tmp_path / "rows.safetensors"
-    ids = torch.randint(3, tiny.VOCABULARY, (6, 32), generator=torch.Generator().manual_seed(3))
-    save_file({"ids": ids}, path)
-    return path
 
 
 def recipe(source, rows, **quantization):

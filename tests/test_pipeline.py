@@ -15,18 +15,7 @@ from compressor.errors import CompressError, UsageError
 from compressor.recipe import Recipe
 from compressor.ui import NullUI
 
-
-@pytest.fixture(autouse=True)
-def keys(tmp_path, monkeypatch):
-    monkeypatch.setenv("COMPRESS_KEYS", str(tmp_path / "keys"))
-
-
-@pytest.fixture
-def rows(tmp_path):
-    path = tmp_path / "rows.safetensors"
-    ids = torch.randint(3, tiny.VOCABULARY, (6, 32), generator=torch.Generator().manual_seed(3))
-    save_file({"ids": ids}, path)
-    return path
+pytestmark = pytest.mark.usefixtures("keys")
 
 
 @pytest.fixture

@@ -36,8 +36,7 @@ def keys(folder):
 
 @pytest.fixture(scope="module")
 def source(folder):
-    ids = torch.randint(3, tiny.VOCABULARY, (6, 32), generator=torch.Generator().manual_seed(3))
-    save_file({"ids": ids}, folder / "rows.safetensors")
+    tiny.save_rows(folder)
     prompts = "".join(json.dumps({"text": f"{n} bottles, {n * n} walls"}) + "\n" for n in range(30))
     (folder / "prompts.jsonl").write_text(prompts)
     return tiny.save(folder / "source")

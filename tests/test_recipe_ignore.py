@@ -10,10 +10,7 @@ from compressor.errors import UsageError
 from compressor.recipe import Recipe
 from compressor.ui import NullUI
 
-
-@pytest.fixture(autouse=True)
-def keys(tmp_path, monkeypatch):
-    monkeypatch.setenv("COMPRESS_KEYS", str(tmp_path / "keys"))
+pytestmark = pytest.mark.usefixtures("keys")
 
 
 @pytest.fixture

@@ -21,16 +21,12 @@ from compressor.train import export, overlap, precision
 from compressor.transform import rotate
 from compressor.ui import NullUI
 
-
-@pytest.fixture(autouse=True)
-def keys(tmp_path, monkeypatch):
-    monkeypatch.setenv("COMPRESS_KEYS", str(tmp_path / "keys"))
+pytestmark = pytest.mark.usefixtures("keys")
 
 
 @pytest.fixture
 def run(tmp_path):
-    ids = torch.randint(3, tiny.VOCABULARY, (6, 32), generator=torch.Generator().manual_seed(3))
-    save_file({"ids": ids}, tmp_path / "rows.safetensors")
+    tiny.save_rows(tmp_path)
     (tmp_path / "text.txt").write_text("All happy rotations are alike; each wrong one is wrong in its own way. " * 8)
 
     def run(source, name="bundle", *, quality=True, proposer=None, resume=False, transform=None, **quantization):

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -99,6 +100,13 @@ def save(
     random_model(kind, dtype=dtype, seed=seed, **config).save_pretrained(folder, max_shard_size=shard)
     tokenizer().save_pretrained(folder)
     return Path(folder)
+
+
+def save_rows(folder: Path) -> Path:
+    """Write rows of random ids, int64 [6, 32], for a model of this file; the path of the file."""
+    path = folder / "rows.safetensors"
+    save_file({"ids": torch.randint(3, VOCABULARY, (6, 32), generator=torch.Generator().manual_seed(3))}, path)
+    return path
 
 
 def edit_config(folder: Path, **changes) -> None:

@@ -6,7 +6,6 @@ import sys
 
 import peer
 import pytest
-import quality_judge
 import quality_table
 import tiny_models as tiny
 import torch
@@ -141,11 +140,11 @@ def test_no_figure_is_made_up_where_no_judge_can_say(args, tmp_path):
     assert found.keys() == {"not_judged"} and "no safetensors files" in found["not_judged"]
 
 
-def test_windows_are_spaced_over_the_whole_text():
-    rows = quality_judge.windows([*range(101)], 3, 10)
-    assert rows[:, 0].tolist() == [0, 45, 90] and rows.shape == (3, 10)
-    with pytest.raises(CompressError, match="has 10 tokens, a window 10"):
-        quality_judge.windows([*range(10)], 3, 10)
+def test_our_evaluation_refuses_a_text_shorter_than_a_window(args, tmp_path):
+    args.judge = f"{sys.executable} -c \"import sys; sys.exit('8-bit inputs')\""
+    short = tmp_path / "short.txt"
+    short.write_text("Once")
+    assert "a row of 16 needs 17" in quality_table.judged(args, args.model, short)["not_judged"]
 
 
 def test_the_requirement_decides_the_exit_code(tmp_path, monkeypatch):

@@ -1,42 +1,28 @@
 """The benchmark of mixed precision: every point is made once, and a choice that is no gain is found."""
 
 import copy
-import importlib.util
 import json
-from pathlib import Path
 
+import mixed_precision
 import pytest
 import tiny_models as tiny
-import torch
-from safetensors.torch import save_file
 
 from compressor import pipeline
 from compressor.allocate import stage
 
-FILE = Path(__file__).resolve().parents[1] / "benchmarks" / "mixed_precision.py"
-spec = importlib.util.spec_from_file_location("mixed_precision", FILE)
-mixed_precision = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(mixed_precision)
-faults = mixed_precision.faults
-
-
-@pytest.fixture(autouse=True)
-def keys(tmp_path, monkeypatch):
-    monkeypatch.setenv("COMPRESS_KEYS", str(tmp_path / "keys"))
+pytestmark = pytest.mark.usefixtures("keys")
 
 
 @pytest.fixture
-def call(tmp_path):
+def call(tmp_path, rows):
     """Runs the benchmark on a tiny model with these options; returns what its file then holds."""
     source, text = tiny.save(tmp_path / "source", "llama-tied"), tmp_path / "text.txt"
     out = tmp_path / "made" / "points.json"
-    ids = torch.randint(3, tiny.VOCABULARY, (6, 32), generator=torch.Generator().manual_seed(3))
-    save_file({"ids": ids}, tmp_path / "rows.safetensors")
     text.write_text("the cat sat on the mat and saw a dog " * 40)
     small = ["--calibration-rows", "6", "--batch-size", "2", "--text-rows", "2", "--length", "32"]
 
     def run(options):
-        paths = [source, tmp_path / "rows.safetensors", "--text", text, "--json", out]
+        paths = [source, rows, "--text", text, "--json", out]
         mixed_precision.main([*map(str, paths), *small, *options.split()])
         return json.loads(out.read_text())
 
@@ -129,7 +115,7 @@ GOOD = [
 
 
 def test_less_kl_than_every_uniform_format_within_the_budget_is_no_fault():
-    assert faults(GOOD) == []
+    assert mixed_precision.faults(GOOD) == []
 
 
 CHANGES = {
@@ -145,12 +131,12 @@ CHANGES = {
 def test_a_choice_that_is_no_gain_is_found(said):
     rows = copy.deepcopy(GOOD)
     rows[3].update(CHANGES[said])
-    assert any(said in line for line in faults(rows)), faults(rows)
+    assert any(said in line for line in mixed_precision.faults(rows)), mixed_precision.faults(rows)
 
 
 def test_a_run_that_compares_nothing_does_not_pass():
     for rows in ([], GOOD[:3], GOOD[3:], [GOOD[2], GOOD[3]]):
-        assert faults(rows) == ["no uniform format fits the budget of a choice: nothing was compared"]
+        assert mixed_precision.faults(rows) == ["no uniform format fits the budget of a choice: nothing was compared"]
 
 
 def test_a_fault_ends_the_command(call, monkeypatch):
